@@ -11,7 +11,7 @@ die() { # wrong input: one line, and maxlm's exit code for it
 
 show() { # a command as it could be typed
   local words
-  words=$(printf '%q ' "$@")
+  printf -v words '%q ' "$@"
   printf '+ %s\n' "${words% }" >&3
 }
 
@@ -25,7 +25,7 @@ attempt() {
 # Runs a command that changes something. Its stderr is printed once it has ended, after an explanation if it failed.
 change() {
   attempt "$@" || refused "$@"
-  cat "$WORK/errors" >&2
+  [[ ! -s $WORK/errors ]] || cat "$WORK/errors" >&2
 }
 
 # Runs a read-only command: prints its output, or returns 4 if the object does not exist. Any other error exits.

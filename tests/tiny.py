@@ -11,12 +11,13 @@ from maxlm.config import rules
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.table import config_class
 from maxlm.data.batch import Batch
-from maxlm.models import Parameters, abstract_parameters
+from maxlm.models import Parameters, abstract_parameters, init_model_state, init_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
 
 SEQ_LEN, GLOBAL_BATCH, VOCAB = 32, 16, 128
+_weights: dict[str, tuple[Parameters, Parameters]] = {}  # parameters and model states on the host
 _drawn: dict[str, TrainState] = {}  # first states on the host
 
 
@@ -57,19 +58,33 @@ def tiny_batch(seed: int = 0) -> Batch:
 
 
 def first_state(program: Program) -> TrainState:
-    """`program.init()`, drawn once for all meshes: its compilation takes a third of the time of a small program.
+    """`program.init()`, drawn once a model for all meshes and settings: its compilation takes a third of the time of a small program.
 
-    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix` by `steps_on`.
+    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix`.
     """
     if not program.placement.on_device:
-        return program.init()
+        return _from_weights(program)
     config = program.config
     leaves, structure = jax.tree.flatten(program.abstract_state)
     settings = (config.model, config.optimizer, config.precision, config.diloco, config.ema, config.compression, config.train.seed)
     key = repr((settings, structure, [(leaf.shape, leaf.dtype) for leaf in leaves]))
     if key not in _drawn:
-        _drawn[key] = jax.device_get(program.init())
+        _drawn[key] = jax.device_get(_from_weights(program))
     return jax.device_put(jax.tree.map(np.array, _drawn[key]), program.state_shardings)  # a copy: a step overwrites its state
+
+
+def _from_weights(program: Program) -> TrainState:
+    model, seed, shardings = program.config.model, program.config.train.seed, program.state_shardings
+    key = repr((model, seed))
+    if key not in _weights:
+        _weights[key] = jax.device_get(jax.jit(lambda: (init_parameters(model, seed), init_model_state(model, seed)))())
+    copied = jax.tree.map(np.array, _weights[key])  # a copy: it is donated
+    return program.begin_with(*jax.device_put(copied, (shardings.params, shardings.model_state)))
+
+
+def copy_of(state: TrainState) -> TrainState:
+    """A copy on the same devices, which a step may overwrite; `jnp.copy` is compiled for every shape."""
+    return jax.device_put(jax.tree.map(np.array, jax.device_get(state)), jax.tree.map(lambda leaf: leaf.sharding, state))
 
 
 def drawn_parameters(config: ModelConfig) -> Parameters:
@@ -82,9 +97,14 @@ def drawn_parameters(config: ModelConfig) -> Parameters:
     return jax.tree_util.tree_map_with_path(draw, abstract_parameters(config))
 
 
+def drawn_on(program: Program) -> Parameters:
+    """`drawn_parameters` as a program holds them."""
+    return jax.device_put(drawn_parameters(program.config.model), program.state_shardings.params)
+
+
 def states_of_steps(program: Program, steps: int) -> tuple[list[TrainState], TrainState]:
     """(States from the first on, after each of so many steps, as numpy; the last one on its devices)."""
-    state = program.init()
+    state = first_state(program)
     states = [jax.device_get(state)]
     with jax.set_mesh(program.mesh):
         for number in range(steps):
@@ -96,6 +116,13 @@ def states_of_steps(program: Program, steps: int) -> tuple[list[TrainState], Tra
 def gradients_of(program: Program):
     """(parameters, model state, batch) -> (figures of the batch, gradient of its mean loss)."""
     return lambda params, model_state, batch: program.gradients(params, model_state, batch, program.objective.denominator(batch))
+
+
+def sums_and_gradients(program: Program):
+    """(figures of a batch, gradient of its mean loss) with `drawn_parameters`, as numpy; of models without state."""
+    with jax.set_mesh(program.mesh):
+        run = jax.jit(gradients_of(program), out_shardings=(None, program.state_shardings.params))
+        return jax.device_get(run(drawn_on(program), {}, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 def run_steps(program: Program, steps: int, batches=tiny_batch, first: Callable[[Program], TrainState] = first_state):

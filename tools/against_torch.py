@@ -166,7 +166,7 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
             found.append(metrics)
         jax.block_until_ready((state, found[-1]))
         took = time.perf_counter() - warm
-    chip, memory = chip_of(device.device_kind), device.memory_stats() or {}
+    chip, memory, matmul = chip_of(device.device_kind), device.memory_stats() or {}, config.precision.matmul
     return {
         "step_s": took / steps,
         "warmup_s": warm - began,
@@ -175,8 +175,8 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
         "rates": [float(metrics.lr) for metrics in found],
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "device": device.device_kind,
-        "peak_flops": chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute == "bfloat16" else None,
-        "model_flops": step_flops(config),
+        "peak_flops": chip.peak_flops_per_device(mfu_format(matmul)) if chip and config.precision.compute == "bfloat16" else None,
+        "model_flops": step_flops(config.model, config.data.seq_len, config.tokens_per_step),
         "tokens": config.tokens_per_step,
         "version": jax.__version__,
     }

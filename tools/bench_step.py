@@ -35,7 +35,8 @@ import optax
 from maxlm.base.errors import UserError
 from maxlm.config import Config, load
 from maxlm.data.batch import Batch, batch_of_windows
-from maxlm.models.mixers.attention import rope_angles, rotate
+from maxlm.kernels.attention.rotary import rotate
+from maxlm.models.mixers.attention import rope_angles
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver

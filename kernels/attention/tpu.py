@@ -137,6 +137,7 @@ class _Shape:
 
     @property
     def blocks(self) -> int:
+        """Blocks of `block` tokens in a sequence."""
         return self.seq_len // self.block
 
     @property
@@ -407,6 +408,7 @@ class _Softmax:
 
     @property
     def tiles(self) -> list[pl.Slice]:
+        """Slices of the block's queries, each a tile of tokens."""
         return [pl.Slice(start, self.shape.tile) for start in range(0, self.shape.block, self.shape.tile)]
 
     @property
@@ -415,6 +417,7 @@ class _Softmax:
         return self.r if self.k_ref.shape[1] > 1 else 0
 
     def clear(self) -> None:
+        """Reset the running sums, before the first block of keys."""
         self.top_ref[...] = jnp.full_like(self.top_ref, _FIRST_MAXIMUM)
         self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
         self.mixed_ref[...] = jnp.zeros_like(self.mixed_ref)

@@ -1,6 +1,6 @@
 """The three matmuls of the loss with 8-bit operands: logits, and the gradients of x and of the table.
 
-Each operand has a scale for all that its matmul sums. Those of the table, one for each id, are folded into the gradient of the logits,
+Each operand has a scale for all that its matmul sums. Scales of the table, one for each id, are folded into the gradient of the logits,
 which is quantized once for both of its matmuls; the scales of its rows are folded into x for the gradient of the table.
 
 To integers the gradient of the logits is rounded stochastically. The target's is about 1 and nearly all others are probabilities below half

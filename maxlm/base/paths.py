@@ -10,8 +10,10 @@ from typing import NoReturn
 
 from pydantic_core import PydanticCustomError
 
-from maxlm.base.errors import UserError, shorten
+from maxlm.base.errors import ConfigError, UserError, shorten
 
+NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
+NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 MOST_BYTES = 2**26  # of a file that is read as a whole
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#%\\]*)?")
@@ -150,6 +152,21 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
     if large or len(content) > most:
         raise OSError(errno.EINVAL, f"it has more than {most:,} bytes, which no such file has", str(path))
     return content
+
+
+def check_run_name(name: str, source: str = "") -> None:
+    """Raise ConfigError unless `name` is one plain folder name, which cannot lead out of its directory on any system."""
+    rule = ""
+    if not name:
+        rule = "is empty"
+    elif not name.isprintable() or name != name.strip():
+        rule = "holds a control character, or a space at an end"
+    elif any(bad in name for bad in ("/", "\\", "..")) or name.startswith((".", "-")):
+        rule = "must be one folder name, without `/`, `\\` or `..`, and not start with `.` or `-`"
+    elif len(name.encode()) > NAME_BYTES:
+        rule = f"is {len(name.encode())} bytes long, and {NAME_BYTES} are allowed"
+    if rule:
+        raise ConfigError("run.name", name, rule, NAME_FIX, source)
 
 
 def check_out(path: Path | None, option: str = "--out") -> None:

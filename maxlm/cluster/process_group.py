@@ -4,7 +4,7 @@ A process that dies closes its connection; a host that the network loses no long
 sends no heartbeats although its kernel answers; a process that ends in order, or crashes, sends a message before. All print the same line.
 The loss of one makes collectives of others fail at once, and these may fall before the first is noticed. So process 0 waits a moment
 before it names one, and each process that ends by an error of its own says so first, with the peer that the error names.
-Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
+With its heartbeats a process sends process 0 the state of its training loop (`Watched`), from this thread: no step waits for it.
 """
 
 import contextlib

@@ -26,6 +26,16 @@ class BatchSizes:
             first, before = first + count, before + count * size
         self.stages = (*stages, Sizes(first, before, last))
 
+    @property
+    def vary(self) -> bool:
+        """True if batches are not all alike."""
+        return len(self.stages) > 1
+
+    @property
+    def largest(self) -> int:
+        """Sequences of the last batches, the largest."""
+        return self.stages[-1].size
+
     def of(self, number: int) -> int:
         """Sequences of batch `number`."""
         return self._stage(number).size

@@ -97,10 +97,13 @@ class Capability:
     state: Callable[..., State] | None = None  # `state` on a mesh of these `sizes`, with what the section adds, moves or multiplies
     unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
     # Implementations, as "module:object", imported on use. Each has a `from_config`: see `table.build`.
-    transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
+    transforms: tuple[str, ...] = ()  # `training.transform.Transform`: parts of the update, in the order of their phases
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
     probes: tuple[str, ...] = ()  # programs apart from the step, such as `training.layer_probe.LayerProbe`
+    opening: tuple[str, ...] = ()  # `training.opening.Opening`: takes part in opening a run, between the program and the first step
+    needs: tuple[str, ...] = ()  # `training.memory_needs.MemoryNeeds`: lower bounds of memory beside those of a step
+    readers: tuple[str, ...] = ()  # `training.reader.Reader`: of the figures of every update, on the host
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them

@@ -26,7 +26,7 @@ class Condition(NamedTuple):
         """Convert its values to the kind of a field. Raises ValueError with the reason."""
         if kind == "text":
             if self.operator not in ("==", "!=", "in") and is_number(self.values[0]):
-                raise ValueError("the field is text, or numbers beside text, and text comes in the order of its letters")
+                raise ValueError("the field is text, or text and numbers, and text comes in the order of its letters")
             return list(self.values)
         if kind == "bool":
             if self.operator not in ("==", "!=", "in") or not {value.lower() for value in self.values} <= set(BOOLEANS):

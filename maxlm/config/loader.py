@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scanner import Scanner
 
 import maxlm
 from maxlm.base.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
@@ -258,9 +259,9 @@ class _Files:
         return [self._parent(path, name) for name in names]
 
     def _parent(self, path: Path, name: str) -> Path:
-        beside = path.parent / f"{name.removesuffix('.yml')}.yml"
+        neighbour = path.parent / f"{name.removesuffix('.yml')}.yml"
         try:
-            return beside if "\0" not in name and _is(beside.is_file) else find(name)
+            return neighbour if "\0" not in name and _is(neighbour.is_file) else find(name)
         except UserError as error:
             raise UserError(f"{shorten(str(path))}: extends {error}") from None
 
@@ -328,8 +329,17 @@ def _parsed(text: str) -> Any:
     return _yaml().load(text)
 
 
+class _Scanner(Scanner):
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        """Raise RecursionError for brackets that no config has: the time to parse them grows with the square of their depth."""
+        if self.flow_level == 4 * MOST_DEEP:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass, to_push)
+
+
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
+    yaml.Scanner = _Scanner
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml

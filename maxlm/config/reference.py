@@ -68,7 +68,7 @@ def _section(key: str, section: type[BaseModel], pages: dict[type[BaseModel], st
         kinds = get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
         yield f"\n## {key}{f' ({kinds[0]})' if len(kinds) == 1 else ''}\n\n{' '.join((section.__doc__ or '').split())}\n"
         if section in pages:
-            yield f"\nIts settings are those of `{pages[section]}`.\n"
+            yield f"\nIt has the settings of `{pages[section]}`.\n"
             return
         pages[section] = key
         said = descriptions(section)

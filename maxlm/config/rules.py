@@ -6,18 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic import BaseModel
 
 from maxlm.base.errors import ConfigError, Problem
+from maxlm.base.paths import check_run_name
 from maxlm.config import axes
 from maxlm.config.capability import divisors_text, value_of
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.config.table import inert, problems, weights_kinds
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology, either
-
-NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
-NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
 
 def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh: bool = False) -> None:
@@ -77,21 +75,6 @@ def check_full_mesh(config: Config, n_devices: int, sources: Mapping[str, str] |
 def _refuse(found: Iterable[Problem], sources: Mapping[str, str]) -> None:
     for field, value, rule, fix in found:
         raise ConfigError(field, value, rule, fix, sources.get(field, ""))
-
-
-def check_run_name(name: str, source: str = "") -> None:
-    """Raise ConfigError unless `name` is one plain folder name, which cannot lead out of its directory on any system."""
-    rule = ""
-    if not name:
-        rule = "is empty"
-    elif not name.isprintable() or name != name.strip():
-        rule = "holds a control character, or a space at an end"
-    elif any(bad in name for bad in ("/", "\\", "..")) or name.startswith((".", "-")):
-        rule = "must be one folder name, without `/`, `\\` or `..`, and not start with `.` or `-`"
-    elif len(name.encode()) > NAME_BYTES:
-        rule = f"is {len(name.encode())} bytes long, and {NAME_BYTES} are allowed"
-    if rule:
-        raise ConfigError("run.name", name, rule, NAME_FIX, source)
 
 
 def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:

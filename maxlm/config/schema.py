@@ -79,6 +79,15 @@ class Config(Section):
         split = {"shards": mesh["data"] * mesh["fsdp"] * mesh["expert"], "stages": mesh["stage"]}
         return microbatches(size, **full, **split, chunked=chunked, fixed=self.model.balances_microbatches)
 
+    def with_batches_of(self, size: int, mesh: Mapping[str, int]) -> "Config | None":
+        """These settings for the updates with batches of `size` sequences; None if all batches are alike."""
+        if not self.batch_sizes.vary:
+            return None
+        parts = self.microbatches_of(size, mesh)
+        assert parts is not None, "the rules of train.batch_ramp check every size"
+        train = self.train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": None})
+        return self.model_copy(update={"train": train})
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens an update consumes, padding included; with `train.batch_ramp` one of its last, the largest."""

@@ -8,11 +8,11 @@ from maxlm.base.errors import printable
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
 from maxlm.config.table import inert
 
 COUNTED = "counted"  # source and section of figures that are derived from the settings
-Count = Callable[[Config], Mapping[str, int]]  # names and figures that follow from a config
+Count = Callable[[ModelConfig, int, int], Mapping[str, int]]  # names and figures, of a model, data.seq_len and tokens of an update
 
 
 def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
@@ -56,7 +56,7 @@ def _rows(count: Count, loaded: LoadedConfig, other: LoadedConfig | None) -> lis
 def _values(count: Count, loaded: LoadedConfig) -> dict[str, Any]:
     """Every setting, and the figures counted."""
     values = dict(flatten(loaded.config.model_dump(mode="json")))
-    figures = dict(count(loaded.config))
+    figures = dict(count(loaded.config.model, loaded.config.data.seq_len, loaded.config.tokens_per_step))
     if loaded.source("train.global_batch") == ASSUMED:
         figures.pop("tokens_per_update", None)
     return values | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}

@@ -23,7 +23,8 @@ from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 
 GIVEN = ("sizes", "chip", "state")  # parameters that only some functions of a record have, as its fields say
-PLACES = ("transforms", "update", "placement", "probes", "observers", "stored")  # fields of a record that name implementations
+# Fields of a record that name implementations.
+PLACES = ("transforms", "update", "placement", "probes", "readers", "opening", "needs", "observers", "stored")
 RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
 _PLACE = re.compile(r"[\w.]+:\w+")
@@ -161,11 +162,16 @@ def build(config: Config, kind: str, **given: Any) -> list[Any]:
     """Build the implementations of this kind, a field of `Capability`, that `config` asks for: `call` their `from_config`, which returns
     None where the section does not ask for it.
     """
-    built = []
-    for one, found, section in implementations(config, kind):
-        with blamed(one, f"from_config of {kind} {found.__qualname__}"):
-            built.append(call(found.from_config, config, section, **given))
-    return [one for one in built if one is not None]
+    return [built for _, built in built_with_records(config, kind, **given)]
+
+
+def built_with_records(config: Config, kind: str, **given: Any) -> list[tuple[Capability, Any]]:
+    """As `build`, each with the record that names it."""
+    found = []
+    for one, implementation, section in implementations(config, kind):
+        with blamed(one, f"from_config of {kind} {implementation.__qualname__}"):
+            found.append((one, call(implementation.from_config, config, section, **given)))
+    return [(one, built) for one, built in found if built is not None]
 
 
 def implementations(config: Config, kind: str) -> Iterator[tuple[Capability, Any, Any]]:

@@ -48,12 +48,12 @@ class Report:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs over the peak FLOPs, of the format of the matmuls, of all chips in the predicted time."""
-        return self._share_of(mfu_format(self.config))
+        return self._share_of(mfu_format(self.config.precision.matmul))
 
     @property
     def correction(self) -> Correction:
         """Ratios of published runs to such estimates."""
-        return correction(self.topology.chip, mfu_format(self.config), experts=self.config.model.moe is not None)
+        return correction(self.topology.chip, mfu_format(self.config.precision.matmul), experts=self.config.model.moe is not None)
 
     def _share_of(self, format: MatmulFormat) -> float | None:
         if self.cost is None or self.cost.total_s == 0:
@@ -63,7 +63,7 @@ class Report:
     @property
     def mfu_text(self) -> str:
         """`57.5%`, or where matmuls are quantized `31.2% of the fp8 peak, 62.4% of bf16's`; empty where there is no time."""
-        mfu, format = self.mfu, mfu_format(self.config)
+        mfu, format = self.mfu, mfu_format(self.config.precision.matmul)
         if mfu is None or format == "bf16":
             return percent(mfu) if mfu is not None else ""
         return f"{percent(mfu)} of the {PEAK_NAMES[format]} peak, {percent(self._share_of('bf16') or 0.0)} of bf16's"
@@ -105,7 +105,7 @@ class Report:
             return None
         cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
         tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
-        mfu = {"mfu": self.mfu, "mfu_peak": PEAK_NAMES[mfu_format(self.config)]}
+        mfu = {"mfu": self.mfu, "mfu_peak": PEAK_NAMES[mfu_format(self.config.precision.matmul)]}
         low, high = self.correction.range
         ratios = {"low": low, "middle": self.correction.middle, "high": high}
         expected = {name: self.cost.total_s * ratio for name, ratio in ratios.items()}
@@ -139,7 +139,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
         topology=topology,
         mesh=sizes,
         parameters=count_parameters(config.model),
-        model_flops=step_flops(config),
+        model_flops=step_flops(config.model, config.data.seq_len, config.tokens_per_step),
         step=step,
         parts=parts,
         cost=cost,

@@ -5,12 +5,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
 
-from maxlm.config.axes import mesh_axes_of
 from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.mesh import AXES
@@ -24,6 +23,7 @@ from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
 from maxlm.models.stack import PATTERN
+from maxlm.parallel import mesh_axes_of
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
 
@@ -47,7 +47,7 @@ class LayerKind:
         """True if its feed-forward part has experts."""
         return self.expert_width > 0
 
-    @property
+    @cached_property
     def expert_width(self) -> int:
         """Numbers of a row in each of `gate` and `up` of the experts; 0 without any."""
         return next((matmul.wide_out for matmul in self.matmuls if matmul.experts and matmul.name == "up"), 0)

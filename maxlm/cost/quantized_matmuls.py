@@ -78,7 +78,7 @@ def quantization_of(config: Config) -> Quantization:
     settings = config.precision.matmul
     if settings is None or settings.weights_only or settings.format == "int4":
         return Quantization(("bf16", "bf16"), frozenset(), frozenset())
-    forward, gradient = mfu_format(config), settings.gradient_element or "bf16"
+    forward, gradient = mfu_format(config.precision.matmul), settings.gradient_element or "bf16"
     assert gradient != "int4", "gradients have no such format"
     return Quantization(
         (forward, "bf16" if gradient == "bf16" else forward),

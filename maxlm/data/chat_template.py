@@ -126,7 +126,7 @@ class Renderer:
         """The turn of message number `turn` in the text of the whole conversation."""
         messages = conversation.messages
         if turn == 0:
-            raise TemplateError("is given a conversation that begins with the assistant, whose turn cannot be told from what it follows")
+            raise TemplateError("is given a conversation that begins with the assistant, and its turn cannot be told from what it follows")
         before = self._run(conversation, messages[:turn], add_generation_prompt=True)[0]
         upto = whole if turn + 1 == len(messages) else self._run(conversation, messages[: turn + 1])[0]
         if not whole.startswith(upto):

@@ -269,7 +269,7 @@ class Pipeline:
         spans = spans or Spans()
         rows = self.end_sample(step) - self.first_sample(step)
         held = np.zeros(rows, np.bool_)
-        tokens = jax.tree.leaves(shardings)[0]  # the rows of all arrays are split like those of the first
+        tokens = jax.tree.leaves(shardings)[0]  # all arrays are split into the same rows
         for index in tokens.addressable_devices_indices_map((rows, self._config.seq_len)).values():
             assert index is not None, "every device of a NamedSharding has a part or a copy"
             held[index[0]] = True

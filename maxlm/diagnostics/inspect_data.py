@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
@@ -12,7 +12,10 @@ from maxlm.base.console import Console
 from maxlm.base.errors import UserError
 from maxlm.base.paths import is_remote, store_argument, user_path
 from maxlm.config.loader import RUN_CONFIG, find, load
-from maxlm.config.schema import Config
+from maxlm.config.sections.branch_from import BranchFromConfig
+
+if TYPE_CHECKING:
+    from maxlm.training.saved_run import SavedRun
 
 ROWS = 8  # of a batch that are printed
 
@@ -53,14 +56,16 @@ def _store(place: str, overrides: Sequence[str], step: int | None) -> tuple[dict
 
 
 def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, all_rows: bool) -> tuple[dict[str, Any], RenderableType]:
-    from maxlm.data.shares import describe_batch, describe_shares, render_batch, render_shares
+    from maxlm.data.inspect import describe_batch, describe_shares, render_batch, render_shares
     from maxlm.run.open_data import open_data
+    from maxlm.training.saved_run import SavedRun
 
     folder = user_path(place)
     is_run = (folder / RUN_CONFIG).is_file()
     config = load(str((folder / RUN_CONFIG).absolute()) if is_run else place, overrides, any_mesh=True).config
     pipeline = open_data(config, held_out=False).train
-    position, left_out = _next_start(config, folder if is_run else None)
+    leave_out = config.health.leave_out if config.health is not None else ()
+    position, left_out = _next_start(SavedRun(folder, config) if is_run else None, leave_out, config.train.branch_from)
     pipeline.go_on(position, left_out)
     if step is not None:
         batch = describe_batch(pipeline, step, None if all_rows else ROWS)
@@ -69,19 +74,20 @@ def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, al
     return shares, render_shares(shares)
 
 
-def _next_start(config: Config, folder: Path | None) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-    """(data position, numbers of the batches that are left out) from which the next start of a run goes on; of a branch without checkpoints
-    of its own, the position of its source. `folder`: of the run; None: it has none yet.
+def _next_start(
+    saved: "SavedRun | None", leave_out: tuple[int, ...], branch: BranchFromConfig | None
+) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+    """(data position, numbers of the batches that are left out) from which the next start of a run goes on; of a `branch` without
+    checkpoints of its own, the position of its source. `saved`: None: the run has no folder yet; `leave_out`: by its settings.
     """
     from maxlm.telemetry.run_dir import RunDirectory
     from maxlm.training.rollback import Journal
-    from maxlm.training.saved_run import SavedRun, open_run
+    from maxlm.training.saved_run import open_run
 
-    saved = None if folder is None else SavedRun(folder, config)
-    file = None if folder is None else RunDirectory(folder, primary=False).roll_backs
-    journal = Journal(file, leave_out=config.health.leave_out if config.health is not None else ())
+    file = None if saved is None else RunDirectory(saved.directory, primary=False).roll_backs
+    journal = Journal(file, leave_out=leave_out)
     positions = {} if saved is None else {step: one for step, one in saved.checkpoints.positions().items() if step not in saved.unfit}
     position = positions[max(positions)] if positions else {}
-    if not positions and (branch := config.train.branch_from) is not None:
+    if not positions and branch is not None:
         position = open_run(Path(branch.path)).checkpoints.positions().get(branch.step, {})
     return position, journal.left_out(position)

@@ -13,15 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
-from maxlm.evaluation.packing import Packed, pack, row_length, rows_of
-from maxlm.evaluation.requests import Score, Window
+from maxlm.evaluation.requests import Packed, Score, Window, pack, row_length, rows_of
+from maxlm.hardware.xla_flags import options_of_device
 from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import Parameters, bind, cast_matrices
 from maxlm.models.decoder import unembedding_layout, unembedding_scores
 from maxlm.parallel import mesh_axes, partition_spec
 from maxlm.parallel.context import in_sequence
 from maxlm.training.gradients import cast_frozen
-from maxlm.training.program import compiler_options_of
 
 # B rows, S positions, V vocabulary
 
@@ -88,7 +87,7 @@ class Scorer:
 
     @cached_property
     def _compiled(self) -> jax.stages.Wrapped:
-        whole, options = NamedSharding(self.mesh, PartitionSpec()), compiler_options_of(self.mesh)
+        whole, options = NamedSharding(self.mesh, PartitionSpec()), options_of_device(self.mesh.devices.flat[0])
         scores = cast_frozen(self.config.model, self.config.precision.compute, partial(_scores, self.config))
         return jax.jit(scores, out_shardings=whole, compiler_options=options)
 

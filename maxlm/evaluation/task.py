@@ -12,10 +12,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.base.errors import UserError, error_kind, shorten, show
-from maxlm.base.paths import open_regular, user_path
+from maxlm.base.paths import check_run_name, open_regular, user_path
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
-from maxlm.config.rules import check_run_name
 from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
 from maxlm.evaluation import template
 

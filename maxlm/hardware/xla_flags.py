@@ -3,9 +3,9 @@
 import os
 import re
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from maxlm.hardware.chips import facts
+from maxlm.hardware.chips import chip_of, facts
 
 
 class Flag(NamedTuple):
@@ -53,3 +53,9 @@ def compiler_options(chip: str, jaxlib: str = "", *, traced: bool = False) -> di
     if traced and set(GPU) <= set(FLAGS.get(chip, ())):
         options |= {name: value for name, value in TRACED.items() if name not in set_there}
     return options
+
+
+def options_of_device(device: Any, *, traced: bool = False) -> dict[str, str | bool]:
+    """`compiler_options` for a device of jax, by its kind or else its platform."""
+    chip = chip_of(device.device_kind)
+    return compiler_options(chip.name if chip is not None else device.platform, traced=traced)

@@ -155,7 +155,7 @@ def _check_model(config: ModelConfig) -> None:
     if config.looks_ahead:
         raise UserError(
             f"{config.looks_ahead}: experts choose among all tokens of a sequence, later ones too, so that no token can be "
-            "generated before them: generate with a model whose tokens choose."
+            "generated before them: generate with a model trained with model.moe.router.choice = token."
         )
 
 

@@ -94,11 +94,13 @@ class _Memory:
         self.arrivals: dict[int, float] = {}
 
     def send(self, flag: int, granules: int, issued: int) -> None:
+        """Start a copy at cycle `issued`, after the copies before it; `flag` is raised when its last granule has arrived."""
         self.moved += granules * GRANULE
         self.free = max(self.free, issued + self.waited) + granules * GRANULE / self.bytes_a_cycle
         self.arrivals[flag] = self.free
 
     def wait(self, flag: int, issued: int) -> None:
+        """Stall until `flag` is raised."""
         self.waited += max(self.arrivals.get(flag, 0.0) - issued - self.waited, 0.0)
 
 
@@ -150,9 +152,11 @@ class _Core:
             self.at, self.jump = self.jump[1], (math.inf, 0)
 
     def holds(self, guard: str) -> bool:
+        """True if the predicate register `guard` is set, or cleared with a `!` before its name; an empty guard always holds."""
         return not guard or bool(self.registers.get(guard.lstrip("!"), 0)) != guard.startswith("!")
 
     def value(self, instruction: Instruction) -> float:
+        """Compute the result of a scalar instruction. Raises UserError for an opcode without an entry here."""
         name, _, kind = instruction.opcode.partition(".")
         operands = instruction.operands
         if name == "scmp":
@@ -184,6 +188,7 @@ class _Core:
         raise UserError(f"The kernel lab lacks the scalar instruction {instruction.opcode}.")
 
     def read(self, operand: str) -> float:
+        """Value of an operand: a register (0 before its first write), an address in brackets, or a literal."""
         if _NAMED.match(operand):
             return self.registers.get(operand.split(maxsplit=1)[0], 0)
         if operand.startswith("["):
@@ -194,9 +199,9 @@ class _Core:
     def address(self, operand: str) -> int:
         """The address of an operand such as [smem:[#allocation6 + s4]]: allocations lie far apart, registers hold addresses or offsets."""
         place = operand.split("[", 1)[-1].removeprefix("smem:").strip("[]")
-        return sum(self.part(part) for part in place.split("]")[0].split(" + "))
+        return sum(self._term(part) for part in place.split("]")[0].split(" + "))
 
-    def part(self, part: str) -> int:
+    def _term(self, part: str) -> int:
         if part.startswith("#"):
             return self.bases.setdefault(part, (len(self.bases) + 1) * 2**16)
         return int(part[1:], 16) if part.startswith("$") else int(self.read(part))

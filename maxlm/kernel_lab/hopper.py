@@ -82,7 +82,7 @@ def _printed(operation: str, implementation: str, shape: str, heads: int) -> lis
 
 
 def compile_for_h200(problem: "Problem") -> tuple[Memory, list[Kernel]]:
-    """Memory and Mosaic GPU kernels of our step, in bfloat16. Only in a process whose jax was not loaded yet: see `main`."""
+    """Memory and Mosaic GPU kernels of our step, in bfloat16. Only in a process that has not loaded jax yet: see `main`."""
     targets = devices(parse("h200:1x1"))
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -10,7 +10,7 @@ import numpy as np
 
 from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.loader import load
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
 from maxlm.data import manifest
 from maxlm.ladder.settings import LadderSettings, SizeConfig
 from maxlm.models.counts import count_active_parameters, token_flops
@@ -55,7 +55,7 @@ def _unique_tokens(stores: tuple[str, ...]) -> int | None:
 def make_grid(settings: LadderSettings) -> list[Rung]:
     """All runs, smallest first. Raises UserError: the base is no config, a size cannot be trained, or no run is left."""
     base = base_of(settings)
-    _check_base(settings, base)
+    _check_base(settings, base.model, base.train, base.optimizer)
     rungs: list[Rung] = []
     for name in settings.sizes:
         for length, tokens in _lengths(settings, name, base.model):
@@ -114,9 +114,8 @@ def token_costs(rungs: Sequence[Rung], kind: str) -> tuple[np.ndarray, np.ndarra
     return np.array(sizes, np.float64), np.array([found[size] for size in sizes])
 
 
-def assumed(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, as JSON has it, of the settings that `ASSUMED` names."""
-    sections = config.model_dump(mode="json", exclude_none=True)
+def assumed(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of the settings that `ASSUMED` names, from a config as JSON without the settings that are None."""
     return {key: sections[key.partition(".")[0]].get(key.partition(".")[2]) for key in ASSUMED}
 
 
@@ -125,17 +124,18 @@ def _round(width: float, d_model: int) -> int:
     return max(unit, round(width / unit) * unit)
 
 
-def _check_base(settings: LadderSettings, base: Config) -> None:
-    if base.train.eval_batches == 0:
+def _check_base(settings: LadderSettings, model: ModelConfig, train: TrainConfig, optimizer: OptimizerConfig) -> None:
+    """Raise UserError for what the runs of a ladder cannot share."""
+    if train.eval_batches == 0:
         raise UserError(f"{settings.base}: train.eval_batches = 0: a ladder fits the loss on held-out text; set at least 1.")
-    if base.train.batch_ramp:
+    if train.batch_ramp:
         raise UserError(f"{settings.base}: train.batch_ramp goes by tokens, and the runs of a ladder have different lengths: leave it out.")
-    if base.optimizer.schedule == "wsd" and (base.optimizer.decay_steps or base.optimizer.decay_tokens):
+    if optimizer.schedule == "wsd" and (optimizer.decay_steps or optimizer.decay_tokens):
         raise UserError(
             f"{settings.base}: a decay of fixed length has another share of each run of a ladder: leave it out for a tenth of each."
         )
     reserved = RESERVED if settings.warmup is None else (*RESERVED, "optimizer.warmup")
-    derived = {key for size in settings.sizes.values() for key in model_settings(base.model, size)}
+    derived = {key for size in settings.sizes.values() for key in model_settings(model, size)}
     for field, key in settings.given():
         if key.startswith(reserved) or key in derived:
             raise ConfigError(field, key, "is set by the ladder itself", "leave it out")

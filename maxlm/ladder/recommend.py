@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,8 +92,8 @@ class Recommendation:
 def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -> Recommendation:
     """The size and length with the least predicted loss for `flops` model FLOPs, in the proportions of the config `name`.
 
-    Raises UserError: no fitted ladder in `folder`, one that says nothing of other ratios, or a config with experts, whose width the
-    ladder does not tell.
+    Raises UserError: no fitted ladder in `folder`, one that says nothing of other ratios, or a config with experts: the ladder does
+    not tell their width.
     """
     if not (math.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")
@@ -105,9 +106,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     result = _read(folder)
     found = result.fit()
     candidates = [
-        made
-        for width in _widths(base.model)
-        if (made := _candidate(base.model, base.data.seq_len, width, result.parameters, flops)) and made[1][1] >= base.tokens_per_step
+        (settings, (parameters, flops / token, flops, 1.0))
+        for settings, parameters, token in _sizes(base.model, base.data.seq_len, result.parameters)
+        if flops / token >= base.tokens_per_step
     ]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
@@ -129,8 +130,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
         "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
     ]
+    here = assumed(base.model_dump(mode="json", exclude_none=True))
     if others := [
-        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := result.assumed[key]) != now
+        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in here.items() if (was := result.assumed[key]) != now
     ]:
         sentences.append(f"The ladder was trained with {', '.join(others)}: its losses do not hold for this config.")
     asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
@@ -189,11 +191,12 @@ def _widths(base: ModelConfig) -> list[int]:
     return widths
 
 
-def _candidate(
-    base: ModelConfig, seq_len: int, width: int, kind: str, flops: float
-) -> tuple[dict[str, int], tuple[float, float, float, float]]:
-    """(settings, a row of Runs) of the model of this width, as deep as the proportions of `base` say."""
-    layers = max(1, round(width * base.n_layers / base.d_model))
-    settings = model_settings(base, SizeConfig(d_model=width, n_layers=layers))
-    model = resized(base, settings)
-    return settings, (float(parameters_of(model, kind)), flops / token_flops(model, seq_len), flops, 1.0)
+@lru_cache(maxsize=8)
+def _sizes(base: ModelConfig, seq_len: int, kind: str) -> tuple[tuple[dict[str, int], float, float], ...]:
+    """(settings, parameters, FLOPs of a token) of the model of each width, as deep as the proportions of `base` say."""
+    found = []
+    for width in _widths(base):
+        settings = model_settings(base, SizeConfig(d_model=width, n_layers=max(1, round(width * base.n_layers / base.d_model))))
+        model = resized(base, settings)
+        found.append((settings, float(parameters_of(model, kind)), token_flops(model, seq_len)))
+    return tuple(found)

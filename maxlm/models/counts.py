@@ -5,7 +5,8 @@ from functools import partial
 
 from maxlm.config import ConfigError
 from maxlm.config.fields import Section
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.hardware.chips import MatmulFormat
 from maxlm.models.parameters import abstract_decoder, declarations, is_matrix
 
@@ -24,32 +25,31 @@ def token_flops(config: ModelConfig, seq_len: int, *, masked: bool = True) -> fl
     return flops(masked=masked) - of_weights / 3 + 6 * count_trained(config)
 
 
-def step_flops(config: Config) -> float:
-    """Model FLOPs of one update, all devices together."""
-    return token_flops(config.model, config.data.seq_len) * config.tokens_per_step
+def step_flops(config: ModelConfig, seq_len: int, tokens: int) -> float:
+    """Model FLOPs of one update of `tokens` tokens, padding included, all devices together."""
+    return token_flops(config, seq_len) * tokens
 
 
-def mfu_format(config: Config) -> MatmulFormat:
+def mfu_format(quantized: QuantizedConfig | None) -> MatmulFormat:
     """Format of the peak that MFU is a share of: the format of the layers' forward matmuls, the largest part of a model.
 
     As databricks.com/blog/turbocharged-training-optimizing-databricks-mosaic-ai-stack-fp8 counts it; some projects keep dividing by the
     bf16 peak, and others state no MFU of quantized runs (pytorch/torchtitan#560). Attention and gradients may run in a slower format, so
     such an MFU never exceeds 1, and compares runs of one format only. Between formats compare TFLOP/s or tokens/s.
     """
-    quantized = config.precision.matmul
     if quantized is None or quantized.weights_only or quantized.element == "int4":
         return "bf16"
     return quantized.element
 
 
-def counts(config: Config) -> dict[str, int]:
-    """Parameters, trained parameters, active parameters, tokens of an update (padding included), FLOPs of a training token."""
+def counts(config: ModelConfig, seq_len: int, tokens: int) -> dict[str, int]:
+    """Parameters, trained parameters, active parameters, `tokens` of an update (padding included), FLOPs of a training token."""
     return {
-        "parameters": count_parameters(config.model),
-        **({"trained_parameters": count_trained(config.model)} if config.model.lora else {}),
-        "active_parameters": count_active_parameters(config.model),
-        "tokens_per_update": config.tokens_per_step,
-        "flops_per_token": round(token_flops(config.model, config.data.seq_len)),
+        "parameters": count_parameters(config),
+        **({"trained_parameters": count_trained(config)} if config.lora else {}),
+        "active_parameters": count_active_parameters(config),
+        "tokens_per_update": tokens,
+        "flops_per_token": round(token_flops(config, seq_len)),
     }
 
 

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm import kernels
 from maxlm.config.layer_parts import FEED_FORWARD, MEMORIES, RESIDUAL_RULES, LayerParts, layer_parts, load_part, mixer_class, mixers_of
 from maxlm.config.schema import MemoryConfig, ModelConfig, PrecisionConfig
-from maxlm.kernels.collectives import gather
+from maxlm.kernels.attention.rotary import Angles
+from maxlm.kernels.collectives import LookupLayout, embedding_lookup
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.feed_forward.router import RouterOutput, Routing
-from maxlm.models.layers import BETWEEN, Angles, BlockContext, Norm, parameter
+from maxlm.models.layers import BETWEEN, BlockContext, Norm, parameter
 from maxlm.models.mixers.attention import rope_angles
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.quantized import loss_formats, run_quantized
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
         return constrain(x_BSD, *BETWEEN)
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
+        x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS, lookup_layout(tokens_BS.shape[1]))
         scale = self.config.embedding_scale
         return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
@@ -264,39 +264,12 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
     else:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[] if memory.remat == "full" else list(memory.remat),
-            names_which_can_be_offloaded=list(memory.offload),
+            names_which_can_be_offloaded=list(memory.offload_by_policy),
             offload_src="device",
             offload_dst="pinned_host",
         )
     # Inside a loop the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
     return jax.checkpoint(function, policy=policy, prevent_cse=memory.unroll)
-
-
-# XLA's partitioner also fails on a lookup inside a `jax.shard_map` over some axes.
-def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
-    split the vocabulary: the sum over these axes is scattered, since the gradient of a replicated sum would be summed again.
-
-    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces the whole table's gradient over every axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    vocab, width = split_axes(("vocab", "embed"), mesh)
-    batch, seq, between = split_axes(("batch", *(("seq", "seq_vocab") if tokens_BS.shape[1] > 1 else (None, None))), mesh)
-    between = tuple(axis for axis in between if axis not in seq)  # axes that split the sequence of the result
-    if not (axes := {*vocab, *width, *batch, *seq}):
-        return table_VD[tokens_BS]
-
-    def local(table_VD: Array, tokens_BS: Array) -> Array:
-        table_VD = gather(table_VD, width, 1) if width else table_VD
-        if not vocab:
-            return table_VD[tokens_BS]
-        place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]
-        here_BS = (place_BS >= 0) & (place_BS < table_VD.shape[0])
-        x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
-        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True) if between else jax.lax.psum(x_BSD, vocab)
-
-    specs, out = (P(vocab or None, width or None), P(batch or None, seq or None)), P(batch or None, (*seq, *between) or None)
-    return jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False)(table_VD, tokens_BS)
 
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
@@ -312,7 +285,15 @@ def join_routing(*parts: Routing | None) -> Routing | None:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
 
 
-# Unembedding.
+# Embedding and unembedding.
+
+
+def lookup_layout(length: int) -> LookupLayout:
+    """Mesh axes that split the operands of `embedding_lookup`, for sequences of `length` tokens. The result is split as activations are
+    between tensor-parallel regions, and along the sequence over the other axes that split the vocabulary.
+    """
+    mesh, seq = jax.sharding.get_abstract_mesh(), ("seq", "seq_vocab") if length > 1 else (None, None)
+    return LookupLayout(*split_axes(("vocab", "embed"), mesh), *split_axes(("batch", *seq), mesh))
 
 
 @jax.named_scope("unembed")

@@ -18,13 +18,13 @@ from maxlm import kernels
 from maxlm.config.schema import MemoryConfig, ModelConfig, PrecisionConfig
 from maxlm.config.sections.mesh import ContextAttention
 from maxlm.kernels.attention import Form
+from maxlm.kernels.attention.rotary import Angles
 from maxlm.models.quantized import pinned, quantized_gated, quantized_matmul, without_gradient
 from maxlm.parallel import constrain, mesh_axes, partition_spec
 from maxlm.precision import QuantizedWeight
 
 # B batch, S sequence, T cached positions, D width, F half the rotary dims
 
-Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
 Scan = Callable[..., tuple[Array, Any]]  # as jax.lax.scan over stacked layers: (period, hidden states, layers) -> (hidden states, reports)
 Axes = tuple[str | None, ...]  # a logical axis a dim
 Weight: TypeAlias = "nnx.Param | Array | QuantizedWeight | LowRankSum"  # the last: a frozen matrix with adapters (LoRA)

@@ -53,6 +53,7 @@ class _AttentionSpec:
 
     @property
     def options(self) -> dict[str, Any]:
+        """Keyword arguments of `kernels.attention`, equal on all devices."""
         return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "implementation": self.implementation}
 
 

@@ -1,4 +1,4 @@
-"""Sharding is data: model code names logical axes, one table maps them to mesh axes (`maxlm.config.axes`), one function translates."""
+"""Sharding is data: model code names logical axes, one table maps them to mesh axes (`LOGICAL_AXES`), one function translates."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlm.config import ConfigError
-from maxlm.config.axes import mesh_axes_of
+from maxlm.config.sections.mesh import RULES
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -45,6 +45,15 @@ def split_axes(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> tuple[
     """
     manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
     return tuple(tuple(axis for axis in dim if mesh.shape.get(axis, 1) > 1 and axis not in manual) for dim in mesh_axes_of(names))
+
+
+def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes that split each dim of a tensor with these logical axes. Raises KeyError for an unknown one."""
+    if unknown := [name for name in axes if name is not None and name not in RULES]:
+        raise KeyError(f"no logical axis {unknown[0]!r}: the table has {', '.join(RULES)}")
+    taken = {axis for name in axes if name not in (None, "embed") for axis in RULES[name]}
+    rules = [() if name is None else RULES[name] for name in axes]
+    return tuple(tuple(axis for axis in rule if name != "embed" or axis not in taken) for name, rule in zip(axes, rules, strict=True))
 
 
 def mesh_axes(logical: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
 from maxlm.planning.layouts import LOSS_CHUNKS, Layout, periods
-from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
+from maxlm.planning.traffic import MESSAGE, Collectives
 from maxlm.training.split_masters import difference_dtype
 
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
@@ -109,6 +109,7 @@ class Analytic:
     ) -> None:
         self.config, self.topology = config, topology
         self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._host_state = lru_cache(maxsize=None)(self._host_state_of)
         self._attention_of = lru_cache(maxsize=None)(self._attention_seconds)
         self._waiting = lru_cache(maxsize=None)(lambda schedule: schedule.depth)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
@@ -123,6 +124,7 @@ class Analytic:
         self.splash = flash is True
         if flash is None and not topology.is_tpu:
             flash = gpu_attention.kernel_runs(config.model, config.data.seq_len, config.precision.compute, chip)
+        self.driven = not topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(chip.name, ()))
         self.writes_scores = not topology.is_tpu and not flash
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
@@ -132,7 +134,8 @@ class Analytic:
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.collectives = Collectives(config, topology, links, lambda: self.leaves, self.rows)
+        settings, streamed = (self.quantized, self.number, config.compression), config.memory.layers_on_host
+        self.collectives = Collectives(config.model, topology, links, lambda: self.leaves, self.rows, *settings, streamed=streamed)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
@@ -307,6 +310,8 @@ class Analytic:
 
     def _quantizing(self, kind: LayerKind, layout: Layout) -> float:
         """Bytes a token that all layers of a kind move to quantize operands."""
+        if not self.quantized.names:
+            return 0.0
         tensor, moved = layout.sizes["tensor"], 0.0
         for matmul in kind.matmuls:
             wide_in, wide_out = matmul.local(tensor)
@@ -317,19 +322,16 @@ class Analytic:
         return moved
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        traffic, share, parts = self._traffic(layout), self.passes(layout), layout.microbatches
+        share, parts = self.passes(layout), layout.microbatches
+        traffic = self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, parts > 1)
         gathers = parts * (share * traffic.gathers + traffic.end_gathers)
         sums = parts * (share * traffic.sums + traffic.end_sums)
         shared = (share * traffic.crossing + traffic.ends) * tokens  # of tensor-parallel regions, experts, and the ends of a pipeline
         ring = share * tokens * ((1 + self.recomputes_attention(layout)) * traffic.ring + traffic.ring_backward)
-        driven = not self.topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
-        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
-        waits += (ONCE_WAIT if driven else ALONE_WAIT) * traffic.once
+        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if self.driven else ALONE_WAIT * (gathers + sums)
+        waits += (ONCE_WAIT if self.driven else ALONE_WAIT) * traffic.once
         waits += TENSOR_WAIT * shared + max(RING_WAIT * ring, ring - self._attention_s(layout, tokens))
         return max(waits, gathers + sums + traffic.once + shared + ring - compute_s)
-
-    def _traffic(self, layout: Layout) -> Traffic:
-        return self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, layout.microbatches > 1)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
         one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s_per_device or math.inf)
@@ -339,8 +341,12 @@ class Analytic:
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        state = sum(leaf.held_bytes(("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
-        return state + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
+        return self._host_state(layout.mesh) + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
+
+    def _host_state_of(self, mesh: tuple[tuple[str, int], ...]) -> int:
+        """Bytes of the state of one device in host memory."""
+        sizes = dict(mesh)
+        return sum(leaf.held_bytes(("host",), leaf.on_device(sizes)) for leaf in self.leaves)
 
     def _hosted(self, layout: Layout, kind: str) -> int:
         """Numbers of one device in the layers' matrices, if their `gradients` or their `weights` are in host memory; else 0."""

@@ -6,18 +6,18 @@ looked at.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.explore import MOST_HOPE, Search
-from maxlm.planning.layouts import Layout, LayoutSpace
+from maxlm.planning.layouts import Layout, LayoutSpace, Saving
 
 SET_ASIDE = 1 + MOST_HOPE  # times the fastest predicted step: a layout that is expected to take longer would not be compiled
 
 
-def search_all(model: Analytic, available: int, own: Layout | None = None, offered: Callable[[Layout], bool] = lambda _: True) -> Search:
-    """A search over every layout of the model's config that is `offered`, and over `own`.
+def search_all(model: Analytic, available: int, own: Layout | None = None, offered: Callable[[Saving], bool] = lambda _: True) -> Search:
+    """A search over every layout of the model's config with a saving that is `offered`, and over `own`.
 
     Set aside are layouts that the model expects to take `SET_ASIDE` times as long as the fastest, unless they need less memory than all
     that are faster.
@@ -30,8 +30,9 @@ def search_all(model: Analytic, available: int, own: Layout | None = None, offer
         if not layout.unroll:  # it is no measure of loops, which keep less
             found.add(layout, estimate)
     bounded = sorted(((*model.frame_bounds(frame), frame) for frame in space.frames()), key=lambda one: one[:2])
+    families_of = lru_cache(maxsize=None)(partial(_families, offered))
     for least_s, least_bytes, frame in bounded:
-        families = _families(space, frame, offered)
+        families = families_of(space.savings(frame))
         count = sum(map(len, families))
         search.counted += count
         search.leanest = min(search.leanest or least_bytes, least_bytes)
@@ -39,11 +40,12 @@ def search_all(model: Analytic, available: int, own: Layout | None = None, offer
             search.cannot_fit += count
             continue
         for family in families if least_s <= found.limit else _leanest(families):
-            if not model.fits_host(family[0]):
+            if not model.fits_host(family[0].layout(frame)):
                 search.cannot_fit += len(family)
                 search.host_full += len(family)
                 continue
-            for layout in family:
+            for saving in family:
+                layout = saving.layout(frame)
                 estimate = model.estimate(layout)
                 if estimate.least_bytes > available:
                     search.too_large.append(layout)
@@ -54,18 +56,16 @@ def search_all(model: Analytic, available: int, own: Layout | None = None, offer
     return search
 
 
-def _families(space: LayoutSpace, frame: Layout, offered: Callable[[Layout], bool]) -> list[list[Layout]]:
-    """The layouts of a frame: lists of those that differ in chunks of the loss alone, the largest chunks first."""
-    families: dict[object, list[Layout]] = {}
-    for loss_chunks, remat, offload in space.savings(frame):
-        layout = replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
-        if offered(layout):
-            families.setdefault((remat, offload), []).append(layout)
+def _families(offered: Callable[[Saving], bool], savings: Sequence[Saving]) -> list[list[Saving]]:
+    """The `offered` savings: lists of those that differ in chunks of the loss alone, the largest chunks first."""
+    families: dict[object, list[Saving]] = {}
+    for saving in filter(offered, savings):
+        families.setdefault((saving.remat, saving.offload), []).append(saving)
     return list(families.values())
 
 
-def _leanest(families: list[list[Layout]]) -> list[list[Layout]]:
-    """The layout that recomputes all and has the smallest chunks of the loss."""
+def _leanest(families: list[list[Saving]]) -> list[list[Saving]]:
+    """The saving that recomputes all and has the smallest chunks of the loss."""
     return [family[-1:] for family in families if family[0].remat == "full" and not family[0].offload]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from maxlm.base.errors import ConfigError
+from maxlm.base.console import print_line
+from maxlm.base.errors import ConfigError, shell_command
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
 from maxlm.config.schema import ClusterConfig, Config
@@ -20,7 +20,7 @@ from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.hardware.vocabulary import Vocabulary, vocabulary
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
-from maxlm.planning.layouts import Layout, why_microbatches_stay
+from maxlm.planning.layouts import Layout, Saving, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, ramp_line, run_cost, to_json
@@ -88,8 +88,8 @@ class Comparison:
         """Add `topology` with its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
         chunks = self.config.train.loss_chunks
 
-        def offered(layout: Layout) -> bool:
-            return not layout.offload and layout.loss_chunks == chunks
+        def offered(saving: Saving) -> bool:
+            return not saving.offload and saving.loss_chunks == chunks
 
         config = self.config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
         scale, available = scale_of(config, topology, tokens), available_hbm(parse(near(topology.chip, 1, most=1)[0]))
@@ -130,8 +130,8 @@ class Comparison:
         if picked is not None:
             where = picked.topology
             many = ("--slices", str(where.slices)) if where.slices != self.config.mesh.slices else ()
-            again = shlex.join(["maxlm", "plan", self.arguments[0], "--topology", where.name, *many, *self.arguments[1:]])
-            console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
+            again = shell_command("maxlm", "plan", self.arguments[0], "--topology", where.name, *many, *self.arguments[1:])
+            print_line(console, f"For the layout in full: {again}")
 
     def _table(self, machines: Sequence[Machine], words: Vocabulary, *, wide: bool) -> Table:
         starred, more = frontier(machines), ("goodput", "MFU") if wide else ()

@@ -11,7 +11,6 @@ parts of a step.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import get_args
 
 import numpy as np
@@ -58,6 +57,27 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Estimates:
+    """Layouts as numbers, and what the analytic model predicts for them: seconds of the parts of a step, bytes a device."""
+
+    features_NF: np.ndarray
+    parts_NP: np.ndarray
+    state_N: np.ndarray
+    temporaries_N: np.ndarray
+    least_N: np.ndarray
+
+    @classmethod
+    def from_layouts(cls, layouts: Iterable[Layout], estimates: Sequence[Estimate]) -> "Estimates":
+        """The arrays of layouts and their estimates."""
+        sizes = (np.array([getattr(one, name) for one in estimates], np.float64) for name in ("state", "temporaries", "least_bytes"))
+        return cls(np.array([features(layout) for layout in layouts], np.float32), np.array([one.parts for one in estimates]), *sizes)
+
+    def rows(self, numbers: Sequence[int]) -> "Estimates":
+        """The arrays of some of the layouts."""
+        return Estimates(*(getattr(self, name)[numbers] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
 class Predictions:
     """Predictions for N layouts: seconds a step, bytes a device, and trust from 0 (nothing similar was compiled) to 1 (the same was)."""
 
@@ -91,6 +111,7 @@ class Search:
     predicted_s: dict[Layout, float] = field(default_factory=dict)  # seconds of a step, predicted just before the layout was compiled
     end: str = ""  # why the search ended
     looped: str = ""  # why none was compiled without a loop over its layers, where time alone is against it
+    _known: tuple[dict[Layout, int], Estimates] | None = field(default=None, init=False)  # rows and arrays of layouts that were open
 
     @property
     def tried(self) -> int:
@@ -115,10 +136,18 @@ class Search:
         spent = [one.verdict.seconds for one in self.trials]
         return self.trial_s or sum(spent) / max(1, len(spent))
 
+    @property
+    def estimates(self) -> Estimates:
+        """The estimates of the open layouts."""
+        if self._known is None or not self.open.keys() <= self._known[0].keys():
+            rows = {layout: number for number, layout in enumerate(self.open)}
+            self._known = rows, Estimates.from_layouts(self.open, list(self.open.values()))
+        rows, estimates = self._known
+        return estimates.rows([rows[layout] for layout in self.open])
+
     def predictions(self) -> tuple[list[Layout], Predictions]:
         """The open layouts, with their predictions."""
-        layouts = list(self.open)
-        return layouts, predict(layouts, list(self.open.values()), [*self.trials, *self.other_trials])
+        return list(self.open), predict(self.estimates, [*self.trials, *self.other_trials])
 
 
 def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
@@ -158,7 +187,9 @@ def explore(
             if layout is None or search.end:
                 return
             show_progress(search, layout)
-            search.predicted_s[layout] = float(predict([layout], [search.open[layout]], [*search.trials, *search.other_trials]).step_s_N[0])
+            search.predicted_s[layout] = float(
+                predict(Estimates.from_layouts([layout], [search.open[layout]]), [*search.trials, *search.other_trials]).step_s_N[0]
+            )
             _compile(search, layout, verify, may_fail=may_fail or search.tried > 0)
             if search.trial_s and layout in search.failed:  # so would others that are as long
                 search.end = "the compiler failed"
@@ -284,7 +315,7 @@ def _next(search: Search, *, last: bool) -> tuple[Layout | None, float]:
         meshes = {one.layout.mesh for one in search.trials}
         new_N = np.array([one.mesh not in meshes for one in layouts])
         ratio = min((one.verdict.step_s / sum(one.estimate.parts) for one in fitting), default=1.0)
-        whole_N = ratio * np.array([sum(one.parts) for one in search.open.values()])
+        whole_N = ratio * search.estimates.parts_NP.sum(axis=1)
         step_s_N = np.where(new_N, np.minimum(step_s_N, whole_N), step_s_N)
         hope_N[new_N] = _hope(len(meshes))
     # At last also for layouts like the compiled: predictions err there, too.
@@ -315,13 +346,9 @@ def _drop(search: Search) -> None:
 # The analytic model, corrected by compiled layouts.
 
 
-def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], trials: Sequence[Trial]) -> Predictions:
-    """`estimates` of `layouts`, corrected by `trials`."""
-    features_NF = np.array([features(layout) for layout in layouts], np.float32)
-    parts_NP = np.array([one.parts for one in estimates])
-    state_N, temporaries_N, least_N = (
-        np.array([getattr(one, name) for one in estimates], np.float64) for name in ("state", "temporaries", "least_bytes")
-    )
+def predict(estimates: Estimates, trials: Sequence[Trial]) -> Predictions:
+    """`estimates` of layouts, corrected by `trials`."""
+    features_NF, parts_NP = estimates.features_NF, estimates.parts_NP
     timed = [one for one in trials if one.verdict.parts]
     near_NK = _nearness(features_NF, timed)
     pairs = [zip(one.verdict.parts or (), one.estimate.parts, strict=True) for one in timed]
@@ -329,8 +356,8 @@ def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], trials: Se
     ratios_KP = np.array(ratios).reshape(len(timed), parts_NP.shape[1])
     step_s_N = np.sum(parts_NP * np.exp(_spread(near_NK, ratios_KP)), axis=1)
     sizes_K1 = np.array([_log_memory(one) for one in trials]).reshape(len(trials), 1)
-    needed_N = state_N + temporaries_N * np.exp(_spread(_nearness(features_NF, trials), sizes_K1)[:, 0])
-    return Predictions(step_s_N, np.maximum(needed_N, least_N), near_NK.max(axis=1, initial=0.0))
+    needed_N = estimates.state_N + estimates.temporaries_N * np.exp(_spread(_nearness(features_NF, trials), sizes_K1)[:, 0])
+    return Predictions(step_s_N, np.maximum(needed_N, estimates.least_N), near_NK.max(axis=1, initial=0.0))
 
 
 def _spread(near_NK: np.ndarray, logs_KP: np.ndarray) -> np.ndarray:
@@ -351,7 +378,6 @@ def _nearness(features_NF: np.ndarray, trials: Sequence[Trial]) -> np.ndarray:
     return np.stack([np.exp(-NEAR * np.abs(features_NF - other_F).sum(axis=1)) for other_F in others_KF], axis=1)
 
 
-@lru_cache(maxsize=2**16)  # asked for thousands of layouts after every trial
 def features(layout: Layout) -> tuple[float, ...]:
     """A layout as numbers: the sum of their differences is the distance of two layouts."""
     names = get_args(RematName)

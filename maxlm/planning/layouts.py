@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, get_args
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, get_args
 
 from maxlm.base.errors import ConfigError
 from maxlm.config import axes, rules
@@ -47,8 +47,16 @@ class Layout:
     attention: ContextAttention = "ring"
     unroll: bool = False  # layers one after another, without a loop: tried last, unless the config says so
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a search looks layouts up thousands of times. It holds in one process, so layouts are not pickled."""
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
         """Size of each mesh axis."""
         return dict(self.mesh)
 
@@ -99,6 +107,18 @@ class Layout:
         return result
 
 
+class Saving(NamedTuple):
+    """Chunks of the loss, and tensors saved for the backward pass on the device and on the host."""
+
+    loss_chunks: int
+    remat: str | tuple[str, ...]
+    offload: tuple[str, ...]
+
+    def layout(self, frame: Layout) -> Layout:
+        """The layout of a frame that saves these."""
+        return replace(frame, loss_chunks=self.loss_chunks, remat=self.remat, offload=self.offload)
+
+
 @dataclass(frozen=True)
 class LayoutSpace:
     """Layouts of `config` on `devices` devices that the rules allow, each once. The batch, the sequence and the model stay."""
@@ -108,8 +128,8 @@ class LayoutSpace:
 
     def __iter__(self) -> Iterator[Layout]:
         for frame in self.frames():
-            for loss_chunks, remat, offload in self.savings(frame):
-                yield replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
+            for saving in self.savings(frame):
+                yield saving.layout(frame)
 
     def own(self) -> Layout:
         """Layout of the config itself. Raises ConfigError when its mesh does not match the devices."""
@@ -129,13 +149,12 @@ class LayoutSpace:
             unroll=config.memory.unroll,
         )
 
-    def savings(self, frame: Layout) -> list[tuple[int, str | tuple[str, ...], tuple[str, ...]]]:
-        """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
+    def savings(self, frame: Layout) -> tuple[Saving, ...]:
+        """All that the rules allow in the layouts of a frame."""
         config = self.config
         tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
-        chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
-        kept = [one for one in _memory(config.memory.layers_on_host, config.model.gated) if not one[1] or frame.sizes["stage"] == 1]
-        return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
+        chunks = tuple(n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
+        return _savings(chunks, config.memory.layers_on_host, config.model.gated, frame.sizes["stage"] > 1)
 
     def frames(self) -> Iterator[Layout]:
         """Layouts that differ in more than what they save: each mesh, with what its axes leave to choose, and the microbatches."""
@@ -200,6 +219,13 @@ def why_microbatches_stay(model: ModelConfig, microbatches: int) -> str:
 def periods(model: ModelConfig) -> int:
     """Periods of the layer pattern, which stages divide: an incomplete one counts."""
     return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
+
+
+@lru_cache
+def _savings(chunks: tuple[int, ...], layers_on_host: bool, gated: bool, staged: bool) -> tuple[Saving, ...]:
+    """What `savings` returns for these chunks of the loss; the stages of a pipeline offload nothing."""
+    kept = [one for one in _memory(layers_on_host, gated) if not (staged and one[1])]
+    return tuple(Saving(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept))
 
 
 @lru_cache

@@ -163,7 +163,7 @@ def _quantized(model: Analytic, best: Trial | None) -> dict[str, float]:
         return {}
     for format in ("int8", "fp8"):
         other = changed(config, {"precision.matmul": {"format": format}})
-        if other is not None and topology.chip.matmul_speed(mfu_format(other)) >= WORTH:
+        if other is not None and topology.chip.matmul_speed(mfu_format(other.precision.matmul)) >= WORTH:
             ratio = sum(analytic_model(other, topology).estimate(best.layout).parts) / sum(best.estimate.parts)
             predicted[format] = ratio * best.verdict.step_s
     return predicted
@@ -187,12 +187,12 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     """The scale of a run of `tokens` tokens, by default as many as in the config."""
     return Scale(
         tokens_per_step=config.tokens_per_step,
-        model_flops=step_flops(config),
-        peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config)),
-        peak_name=PEAK_NAMES[mfu_format(config)],
+        model_flops=step_flops(config.model, config.data.seq_len, config.tokens_per_step),
+        peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config.precision.matmul)),
+        peak_name=PEAK_NAMES[mfu_format(config.precision.matmul)],
         tokens=tokens if tokens is not None else config.total_tokens,
         chips=topology.chips,
-        correction=correction(topology.chip, mfu_format(config), experts=config.model.moe is not None),
+        correction=correction(topology.chip, mfu_format(config.precision.matmul), experts=config.model.moe is not None),
     )
 
 

@@ -110,7 +110,7 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
     if file.resolve() in {find(request.name).resolve(), *(Path(source).resolve() for source in loaded.sources.values())}:
         raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
     if file.suffix == ".png":
-        raise UserError(f"--out {file} is the file of the chart, which goes beside the config; give a name that ends in .yml.")
+        raise UserError(f"--out {file} is the file of the chart, which is written next to the config; give a name that ends in .yml.")
     chart = file.with_suffix(".png")
     if chart.exists() and not _is_plan(file):
         raise UserError(f"{chart} exists and is not of a plan in {file}: the chart would replace it; give another name with --out.")
@@ -125,7 +125,7 @@ def _is_plan(file: Path) -> bool:
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
-    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`,
+    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than the layout of `plan`; else `plan`,
     also after an error or Ctrl-C, with the reason.
 
     Each format's seconds are corrected by published runs in it.

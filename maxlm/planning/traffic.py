@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.compression import CompressionConfig
 from maxlm.cost import model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of
 from maxlm.cost.network import AxisLinks, Network
-from maxlm.cost.quantized_matmuls import quantization_of
+from maxlm.cost.quantized_matmuls import Quantization
 from maxlm.hardware.topologies import Topology
 from maxlm.models.saved_tensors import Matmul
 from maxlm.parallel.experts import sends
@@ -49,27 +50,32 @@ class Collectives:
 
     def __init__(
         self,
-        config: Config,
+        model: ModelConfig,
         topology: Topology,
         links: Callable[[Layout], Mapping[str, AxisLinks]],
         leaves: Callable[[], tuple[ParameterLeaf, ...]],
         rows: Mapping[int, float],
+        quantized: Quantization,
+        number: int,
+        compression: CompressionConfig | None,
+        *,
+        streamed: bool,
     ) -> None:
-        self.config, self.topology, self._leaves, self._rows = config, topology, leaves, rows
+        """`number`: bytes of one in a matmul; `streamed`: layers are in host memory."""
+        self.model, self.topology, self._leaves, self._rows = model, topology, leaves, rows
         self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
         self.of = lru_cache(maxsize=None)(self._traffic)
-        self.number = 4 if config.precision.compute == "float32" else 2
-        self.layers = model_shapes.layers(config.model)
-        self.quantized = quantization_of(config)
-        self.heads = 1 + config.model.mtp_depth
+        self.quantized, self.number, self._compression, self._streamed = quantized, number, compression, streamed
+        self.layers = model_shapes.layers(model)
+        self.heads = 1 + model.mtp_depth
 
     def _traffic(self, mesh: tuple[tuple[str, int], ...], across: str, zero: int, attention: str, parts: bool) -> Traffic:
         """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there, unless
-        those of the layers go to host memory one by one.
+        the layers' gradients go to host memory one by one.
         """
         sizes = dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
-        once = (parts or zero == 1 or sizes["stage"] > 1) and not self.config.memory.layers_on_host  # see `gradients.reduction_axes`
+        once = (parts or zero == 1 or sizes["stage"] > 1) and not self._streamed  # see `gradients.reduction_axes`
         weights = _Weights(self, network, sizes, zero, once=once)
         gathers, sums = weights.seconds([kind for kind in self.layers if kind.pattern])
         end_gathers, end_sums = weights.seconds([kind for kind in self.layers if not kind.pattern], table=True)
@@ -80,7 +86,7 @@ class Collectives:
         elif sizes["context"] > 1:
             crossing, forward = crossing + 2 * forward + self._ring_s(network, sizes, attention, backward=True), 0.0
         if sizes["stage"] > 1:
-            ends = STAGE_ENDS * network.seconds("all-gather", self.number * MESSAGE * self.config.model.d_model, ("stage",), sizes["stage"])
+            ends = STAGE_ENDS * network.seconds("all-gather", self.number * MESSAGE * self.model.d_model, ("stage",), sizes["stage"])
         once_s = weights.once_s + self._distribution_s(network, sizes)
         return Traffic(gathers, sums, end_gathers, end_sums, once_s, crossing, ends / MESSAGE, forward, backward)
 
@@ -91,11 +97,11 @@ class Collectives:
 
     def sends(self, devices: int) -> bool:
         """True if each token is sent to its experts only, rather than gathered by all."""
-        return sends(devices, choices_of(self.config.model), "tpu" if self.topology.is_tpu else "gpu")
+        return sends(devices, choices_of(self.model), "tpu" if self.topology.is_tpu else "gpu")
 
     def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
         """Seconds a token of entering and leaving two tensor-parallel regions and of exchanges with experts, recomputation included."""
-        one = self.number * MESSAGE * self.config.model.d_model
+        one = self.number * MESSAGE * self.model.d_model
         depth = sum(len(kind.depths) for kind in self.layers)
         regions = TENSOR_REGIONS * depth * network.seconds("all-gather", one, ("tensor",), sizes["tensor"])
         exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
@@ -139,7 +145,7 @@ class Collectives:
 
     def sent_share(self, replicas: int) -> float:
         """Bytes of a gradient that are sent over `data`, as a share of those without compression, after its warm-up."""
-        settings = self.config.compression
+        settings = self._compression
         if settings is None:
             return 1.0
         return settings.wire_bits / (8 * self.number) * (replicas / 2 if settings.kind == "top_k" else 1)
@@ -177,7 +183,7 @@ class _Weights:
 
     def _moves(self, kinds: list[LayerKind], *, table: bool) -> list[tuple[int, int, int, int, tuple[str, ...]]]:
         """(times gathered, bytes, times their gradients are summed, bytes, axes that split them) of weights that travel together."""
-        model, number, heads = self.all.config.model, self.all.number, self.all.heads
+        model, number, heads = self.all.model, self.all.number, self.all.heads
         moves: list[tuple[int, int, int, int, tuple[str, ...]]] = []
         if table:
             size = number * model.vocab_size * model.d_model // (self.sizes["tensor"] * self.sizes["stage"])

@@ -122,8 +122,8 @@ def matmuls_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def of_columns(parts: Parts, scale_1O: Array) -> Array:
-    """Scales of the weights' columns, as gradients are multiplied by them: a column of zeros, whose gradient is to count like those of
-    others, takes the largest scale of its part.
+    """Scales of the weights' columns, as gradients are multiplied by them: a column of zeros takes the largest scale of its part, so
+    that its gradient counts like the others.
     """
     scale_1jO = cut(scale_1O, 1, parts.outer) if scale_1O.size > 1 else scale_1O
     is_known = scale_1jO > SMALLEST_SCALE

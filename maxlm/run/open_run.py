@@ -3,11 +3,13 @@ found here, on all hosts alike, before anything is written.
 """
 
 import functools
+import itertools
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.extend.backend import get_backend
@@ -21,9 +23,7 @@ from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config, UserError
 from maxlm.config.loader import dump
-from maxlm.config.sections.prometheus import PrometheusConfig
-from maxlm.config.table import identity
-from maxlm.data.tokenizer import open_tokenizer
+from maxlm.config.table import blamed, built_with_records, identity, implementations
 from maxlm.parallel import build_mesh
 from maxlm.run import elastic, frozen
 from maxlm.run.consistency import check_devices, check_shared, code_digest, digest, machine_facts
@@ -35,14 +35,13 @@ from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training import fits, integrity
+from maxlm.training import fits
 from maxlm.training.loop import restore_or_init
+from maxlm.training.opening import Opening
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Init, Start, Tasks
-from maxlm.training.start_from import begin_from, branch_off, check_same_branch, fingerprint
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class OpenRun:
     program: Program
     tasks: Tasks | None
     checkpoints: Checkpoints
-    metrics_port: MetricsPort | None
+    held: Mapping[str, Any]  # what observers have opened, by the keys of their sections
     journal: Journal
     start: Start
     init: Init
@@ -134,45 +133,36 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     data = open_data_on_all_hosts(config, phases)
     context.follow()
     program = build_program(config, build_mesh(config))
-    context = _with_possible_checks(context, program)
+    context, parts = _openings(context, program)
     config, directory = context.config, context.directory
-    checkpoints = _checkpoints(context, data.train.tokenizer_hash)
+    checkpoints = _checkpoints(context, parts, data.train.tokenizer_hash)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, context, program, goes_on=checkpoints.latest() is not None)
-    metrics_port = open_metrics_port(config.prometheus, directory, phases)
-    leave_out = config.health.leave_out if config.health is not None else ()
+    held = open_observers(context)
+    leave_out = tuple(itertools.chain(*(one.leave_out for one in parts)))
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
-        start, init = _start(context, program, checkpoints, journal)
+        start, init = _start(context, parts, program, checkpoints, journal)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init)
+    return OpenRun(context, data, program, tasks, checkpoints, held, journal, start, init)
 
 
-def open_metrics_port(settings: PrometheusConfig | None, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
-    """Open the port of `prometheus` on the primary process. Raises UserError on all processes if it cannot be opened for a new run.
+def open_observers(context: RunContext) -> dict[str, Any]:
+    """What observers hold from the beginning, on the primary process. Raises UserError on all processes if one cannot open it."""
+    held, warn = dict[str, Any](), functools.partial(context.phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    found = list(implementations(context.config, "observers"))
 
-    A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
-    """
-    if settings is None:
-        return None
-    port = MetricsPort(settings.host, settings.port) if phases.primary else None
+    def open_here() -> None:
+        for one, observer, section in found if context.primary else ():
+            with blamed(one, f"open of observers {observer.__qualname__}"):
+                held[one.key] = observer.open(section, context.directory, warn)
 
-    def listen() -> None:
-        try:
-            if port is not None:
-                port.listen()
-        except OSError as error:
-            rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
-            if not directory.events.is_file():
-                raise ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it") from error
-            warning = f"warning: prometheus.port = {settings.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s"
-            phases.console.print(warning, markup=False, highlight=False, soft_wrap=True)
-
-    agree.on_all(listen)
-    return port
+    if found:
+        agree.on_all(open_here)
+    return held
 
 
 def _check_machine(context: RunContext) -> None:
@@ -189,15 +179,14 @@ def _check_machine(context: RunContext) -> None:
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
 
 
-def _checkpoints(context: RunContext, tokenizer_hash: str) -> Checkpoints:
+def _checkpoints(context: RunContext, parts: Sequence[Opening], tokenizer_hash: str) -> Checkpoints:
     """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
     config, directory = context.config, context.directory
     folder = config.checkpoint.dir or str(directory.checkpoints)
     check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
-    if config.memory_checkpoints is not None:
-        supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
-        checkpoints.add_memory(config.memory_checkpoints, context.cluster.hosts, supervisor)
+    for one in parts:
+        one.keep_copies(checkpoints, context.cluster.hosts, os.getppid() if progress_file.VARIABLE in os.environ else 0)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
     return checkpoints
@@ -220,21 +209,25 @@ def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int)
     agree.on_all(lambda: memory.prepare(program.abstract_state, local_processes))
 
 
-def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
+def _start(
+    context: RunContext, parts: Sequence[Opening], program: Program, checkpoints: Checkpoints, journal: Journal
+) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
     anything is written next to it.
     """
     config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
-    init, reading = _first_state(program, checkpoints)
+    init, reading = _first_state(parts, program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with context.phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         anew = functools.partial(begin_anew, init, checkpoints, context.directory)
         start = restore_or_init(program, checkpoints, anew, journal, goodput)
-        check_same_branch(config.train.branch_from, start)
+        for one in parts:
+            one.check_start(start)
         if start.step < config.total_steps:
             program.compile_from(start.step)
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
-            integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
+            for one in parts:
+                one.check_compiled(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init
 
 
@@ -246,36 +239,33 @@ def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) ->
     return init()
 
 
-def _first_state(program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
+def _first_state(parts: Sequence[Opening], program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
     """The function that makes the state this run begins with, and what it reads, in words. Raises UserError, on all hosts alike, if they
     need the source and one lacks it.
     """
-    train = program.config.train
-    branch, source = train.branch_from, train.start_from
-    needed = checkpoints.latest() is None
-    if branch is not None:
-        if needed:
-            agree.on_all(functools.partial(fingerprint, branch), lambda found: {"train.branch_from": found})
-        off = functools.partial(branch_off, program, branch, checkpoints.identity)
-        return off, f"reading step {branch.step:,} of {branch.path} and "
+    source = next(filter(None, (one.first_state() for one in parts)), None)
     if source is None:
         return program.init, ""
-    if needed:
-        agree.on_all(functools.partial(fingerprint, source), lambda found: {"train.start_from": found})  # before anyone waits for it
-    stored = open_tokenizer(program.config.data.stores[0])
-    return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
+    if checkpoints.latest() is None:
+        agree.on_all(source.fingerprint, lambda found: {source.setting: found})  # before anyone waits for it
+    return source.init(program, checkpoints.identity), f"reading {source.reads} and "
 
 
-def _with_possible_checks(context: RunContext, program: Program) -> RunContext:
-    """`context`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
-    try:
-        integrity.check_mesh(program)
-    except ConfigError as error:
-        if not context.cluster.absent:
-            raise
-        context.phases.say(f"no checks for silent corruption until all hosts are back ({error})")
-        return replace(context, config=context.config.model_copy(update={"integrity": None}))
-    return context
+def _openings(context: RunContext, program: Program) -> tuple[RunContext, list[Opening]]:
+    """The parts that sections take in opening the run; `context` without sections that a mesh of fewer hosts cannot honour. Raises
+    ConfigError for those that the mesh of all hosts cannot.
+    """
+    parts, config = list[Opening](), context.config
+    for one, part in built_with_records(config, "opening"):
+        try:
+            part.check_mesh(program)
+            parts.append(part)
+        except ConfigError as error:
+            if not context.cluster.absent or not one.full_mesh_rules:
+                raise
+            context.phases.say(f"no {part.title} until all hosts are back ({error})")
+            config = config.model_copy(update={one.key: None})
+    return replace(context, config=config), parts
 
 
 def _open_tasks_on_all_hosts(open_tasks: OpenTasks, context: RunContext, program: Program, *, goes_on: bool) -> Tasks:

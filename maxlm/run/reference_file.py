@@ -21,7 +21,8 @@ from maxlm.checkpoint import manifest
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.data import DataConfig
 from maxlm.config.sections.run import RunConfig
-from maxlm.config.sections.train import StartFromConfig, TrainConfig
+from maxlm.config.sections.start_from import StartFromConfig
+from maxlm.config.sections.train import TrainConfig
 from maxlm.data.manifest import fingerprint
 from maxlm.telemetry.run_dir import unwritable
 from maxlm.training.saved_run import open_run

@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
-from maxlm.base.console import Console
-from maxlm.base.errors import ExitCode
+from maxlm.base.console import Console, print_line
+from maxlm.base.errors import ExitCode, shell_command
 from maxlm.base.metric import charts_of
 from maxlm.base.strict_json import read_objects
 from maxlm.checkpoint.errors import first_line
@@ -52,7 +51,6 @@ from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
@@ -63,7 +61,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, SavedRun, copy_published, source_tokenizer
 from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
@@ -80,7 +78,7 @@ class SamplePrinter(Protocol):
     """Prints and returns samples of the parameters of a finished run, by prompt; returns early once `stopped()`."""
 
     def __call__(
-        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+        self, saved: SavedRun, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> dict[str, str | None]: ...
 
 
@@ -106,7 +104,7 @@ def run_training(
     if config.run.alerts is not None:
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
-    say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial(print_line, phases.console)
     goodput = Goodput(began=phases.began, mark=jax.profiler.TraceAnnotation)
     with contextlib.ExitStack() as stack:
         with goodput.measure(elastic.waiting_part(config.elastic)):
@@ -154,7 +152,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
-class _ProgressObserver:
+class _ProgressObserver(Observer):
     """Records each logged step for the supervisor, and that the run has a checkpoint; keeps nothing open."""
 
     def __init__(self, folder: Path) -> None:
@@ -177,8 +175,6 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
     """
     config, directory, console = run.config, run.directory, run.context.phases.console
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
-    if run.metrics_port is not None:
-        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver(directory.path))
     if directory.primary:
@@ -191,7 +187,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
-        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
+        known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
+        active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers
@@ -335,7 +332,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config)],
+        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,
@@ -385,7 +382,7 @@ def _report(directory: RunDirectory) -> str:
         message = f"report: {write_report([directory.path], directory.report)}"
         progress_file.record(reported=True)
     except Exception as error:
-        message = f"the report cannot be written ({error}); make it with `maxlm report {shlex.quote(str(directory.path))}`"
+        message = f"the report cannot be written ({error}); make it with `maxlm report {shell_command(str(directory.path))}`"
     return message
 
 
@@ -399,7 +396,7 @@ def _conclude(run: OpenRun, outcome: Outcome, print_samples: Callable[..., dict[
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
                 state = run.program.evaluated(outcome.state)
-                texts = print_samples(config, directory.path, state.params, state.model_state, console)
+                texts = print_samples(SavedRun(directory.path, config), state.params, state.model_state, console)
                 append_samples(directory.samples, outcome.step, texts)
                 message = _report(directory) if texts else message
         except Exception as error:

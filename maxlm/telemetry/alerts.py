@@ -9,7 +9,7 @@ from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit, check_alerts
 from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.ledger import OVER
-from maxlm.telemetry.observer import Event, Observer
+from maxlm.telemetry.observer import ConfiguredObserver, Event
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -29,7 +29,7 @@ def cause_of(event: Event) -> str:
     return "restart" if event.kind == "start" and event.data.get("restarts") else ""
 
 
-class AlertObserver(Observer):
+class AlertObserver(ConfiguredObserver):
     """Delivers alerts in the thread of this observer. One that fails is an `observer` event, by `report`, and costs no other.
 
     `ended` gets the cause of a `stop` once its alert was delivered, so that the supervisor need not repeat it.

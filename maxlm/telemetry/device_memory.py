@@ -4,6 +4,7 @@ no counters, as growth of the process by Linux's counters. jax is imported on us
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import jax
 
 MEMORY, PEAK, PROCESS = "memory_bytes", "memory_peak_bytes", "process_memory_bytes"  # keys in metrics.jsonl
+TRIM_SHARE = 0.01  # the most of a run's time that returning freed memory may take: with millions of free blocks a call takes 0.1 s
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -35,32 +37,36 @@ class ProcessMemory:
     """Peaks of what this process holds beyond a baseline: what it held when this object was made, less the arrays of that moment.
 
     So they are the memory of arrays and programs, as far as the process had to grow for it, and of all else that it does. Memory that
-    was freed, by the compiler or as arrays, is returned to the system before each period, or it would still count in the next.
+    was freed, by the compiler or as arrays, is returned to the system before a period, or it would still count in the next. Where that
+    takes long it is done less often (`TRIM_SHARE`).
     """
 
     def __init__(self, devices: int) -> None:
         """`devices`: CPU devices of this process, which share it."""
-        self._devices, self._baseline = devices, None
-        if _begin_period() and (resident := _kilobytes("VmRSS")) is not None:
+        self._devices, self._baseline, self._next_trim = devices, None, 0.0
+        if self._begin_period() and (resident := _kilobytes("VmRSS")) is not None:
             self._baseline = 1024 * resident - _arrays()
 
     def peak(self) -> int | None:
         """Bytes of a device at most since the last call, or since this object was made; None where the system does not tell."""
         high = _kilobytes("VmHWM")
         return (
-            None if high is None or self._baseline is None or not _begin_period() else max(0, 1024 * high - self._baseline) // self._devices
+            None
+            if high is None or self._baseline is None or not self._begin_period()
+            else max(0, 1024 * high - self._baseline) // self._devices
         )
 
-
-def _begin_period() -> bool:
-    """Return freed memory to the system and begin VmHWM anew (proc(5)); False where that is not allowed."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        _RESET.write_text("5")
-    except OSError:  # the peak would be the compiler's
-        return False
-    return True
+    def _begin_period(self) -> bool:
+        """Return freed memory to the system, if it is time, and begin VmHWM anew (proc(5)); False where that is not allowed."""
+        if (began := time.monotonic()) >= self._next_trim:
+            with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+                ctypes.CDLL(None).malloc_trim(0)
+            self._next_trim = (ended := time.monotonic()) + (ended - began) / TRIM_SHARE
+        try:
+            _RESET.write_text("5")
+        except OSError:  # the peak would be the compiler's
+            return False
+        return True
 
 
 def _kilobytes(name: str) -> int | None:

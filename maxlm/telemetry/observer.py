@@ -5,12 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from maxlm.base.background import Background
 from maxlm.base.metric import Metric
 from maxlm.base.strict_json import dumps, is_finite, is_number
-from maxlm.telemetry.balance import Balance
+
+if TYPE_CHECKING:  # numpy, which takes longer to import than a line of progress to print
+    from maxlm.telemetry.balance import Balance
+    from maxlm.telemetry.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class StepRecord:
     data_wait_s: float  # of a step, waiting for its batch
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
     extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
-    balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
+    balance: "Balance | None" = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
     declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics with their values in `extra`
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,8 +77,8 @@ class Event:
               compile_s`, `cache_hits cache_misses` of the persistent cache, `longest` (name, seconds, cached)
     save      step of a committed save; `seconds`, `blocked_s` the loop waited for it
     skip      step of an update that was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
-              layer_alarms.py; not_finite, with `tensor`: see replay.py; recompilation of the training step: see compilations.py). Of the
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py, routing.py
+              and layer_alarms.py; not_finite, with `tensor`: see evidence.py; recompilation of the step: see compilations.py). Of the
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)
@@ -153,9 +156,17 @@ class ConfiguredObserver(Observer, Protocol):
         """Raise ConfigError for what this host lacks; called on every host before the run opens anything."""
 
     @classmethod
+    def open(cls, section: Any, directory: "RunDirectory", warn: Callable[[str], None]) -> Any:
+        """Open what the observer holds from the beginning, such as a port; called on the first process, before anything is written.
+        Raises ConfigError, which ends the run on all hosts. `warn` prints a line.
+        """
+        return None
+
+    @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "ConfiguredObserver":
         """Gets the section and, by name, settings of the config, the run's `directory`, all `settings` as JSON, `report`, which takes an
-        event for all observers, and `ended`, which takes the cause of a stop that a person was told of.
+        event for all observers, `ended`, which takes the cause of a stop that a person was told of, `goodput`, as `Goodput.summary`, and
+        what all observers have opened, `held`, by the keys of their sections.
         """
 
 

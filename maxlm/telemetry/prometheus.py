@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,9 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import maxlm
+from maxlm.base.errors import ConfigError
 from maxlm.base.strict_json import encodable, is_number
+from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.telemetry.ledger import TITLES, Ledger, read_ledger
-from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.observer import ConfiguredObserver, Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ def _log_failure(request: object, client_address: object) -> None:
     log.debug("a request from %s failed", client_address, exc_info=True)
 
 
-class PrometheusObserver(Collector):
+class PrometheusObserver(Collector, ConfiguredObserver):
     """Keep the newest figures, which a scrape reads in a thread of the server."""
 
     def __init__(self, port: MetricsPort, run: RunDirectory, goodput: Callable[[], Mapping[str, Any]]) -> None:
@@ -64,6 +66,29 @@ class PrometheusObserver(Collector):
         self._undone = 0  # steps of this attempt that rollbacks threw away
         self._listened = time.monotonic()
         port.registry.register(self)
+
+    @classmethod
+    def from_config(
+        cls, prometheus: PrometheusConfig, directory: RunDirectory, goodput: Callable[[], Mapping[str, Any]], held: Mapping[str, Any]
+    ) -> Self:
+        """The observer of the section `prometheus`, at the port that it has opened."""
+        return cls(held["prometheus"], directory, goodput)
+
+    @classmethod
+    def open(cls, prometheus: PrometheusConfig, directory: RunDirectory, warn: Callable[[str], None]) -> MetricsPort:
+        """Open the port. Raises ConfigError if it cannot be opened for a new run.
+
+        A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
+        """
+        port = MetricsPort(prometheus.host, prometheus.port)
+        try:
+            port.listen()
+        except OSError as error:
+            rule = f"{port.host}:{port.port} cannot be listened at ({error.strerror})"
+            if not directory.events.is_file():
+                raise ConfigError("prometheus.port", port.port, rule, "choose another port, or end what uses it") from error
+            warn(f"warning: prometheus.port = {port.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s")
+        return port
 
     def on_step(self, record: StepRecord) -> None:
         """Keep the record; try to listen again where the port was taken."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxlm.base.atomic import write_text
 from maxlm.base.errors import ConfigError, setting_error
-from maxlm.config.rules import check_run_name
+from maxlm.base.paths import check_run_name
 
 PROBE_BYTES = 1 << 20  # written and removed again to test the disk
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from maxlm.base.errors import ConfigError
 from maxlm.config.sections.wandb import WandbConfig
-from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord, evaluated
+from maxlm.telemetry.observer import CLOSE_S, ConfiguredObserver, Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -24,7 +24,7 @@ def check_wandb(project: str) -> None:
         raise ConfigError("wandb.project", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
 
 
-class WandbObserver:
+class WandbObserver(ConfiguredObserver):
     """Log the figures of every record, and held-out losses, over `step`. A restart continues the same W&B run.
 
     The first call connects; it is repeated while the service is not reached.

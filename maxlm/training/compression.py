@@ -31,7 +31,8 @@ from maxlm.models import abstract_parameters, parameter_axes, parameter_specs
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.objectives import Sums
 from maxlm.parallel.reduce import Codec, Int8, Sign, TopK, reduce_compressed
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 AXIS = "data"
 ERROR, VELOCITY = "error", "velocity"

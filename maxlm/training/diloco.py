@@ -12,15 +12,17 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import Config, DilocoConfig
+from maxlm.config.schema import DilocoConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
-from maxlm.training.step import GradFn, TrainState, Transform, Update, keep_if
+from maxlm.training.step import GradFn, TrainState, Update, keep_if
+from maxlm.training.transform import Transform
 
 AXIS = "data"
 WORKERS = "workers"  # entry of `TrainState.extra`
@@ -54,15 +56,15 @@ class LocalUpdates(Update):
         self,
         settings: DilocoConfig,
         total_steps: int,
-        config: Config,
         objective: Objective,
         optimizer: Any,
+        rate: optax.Schedule,
         gradients: GradFn,
         transforms: Sequence[Transform],
     ) -> None:
-        super().__init__(config, objective, optimizer, gradients, transforms)
+        super().__init__(objective, optimizer, rate, gradients, transforms)
         self._settings, self._total_steps = settings, total_steps
-        self._of_worker = _WorkerUpdate(config, objective, optimizer, gradients)
+        self._of_worker = _WorkerUpdate(objective, optimizer, rate, gradients)
         self._changes = next((one for one in transforms if isinstance(one, CompressedSums)), None)
 
     @classmethod

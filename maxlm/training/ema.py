@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int32
 
 from maxlm.config.schema import EmaConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 
 class MovingAverage(Transform):

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from maxlm.base.host import host_memory, in_bytes
 from maxlm.base.transient import is_out_of_memory
 from maxlm.config import UserError
-from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
 from maxlm.config.layer_parts import layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig, TrainConfig
-from maxlm.config.sections.offload_state import OffloadStateConfig
-from maxlm.config.table import state
+from maxlm.config.sections.mesh import BATCH_AXES
+from maxlm.config.table import build, state
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
@@ -32,7 +31,7 @@ from maxlm.models.counts import count_matrices
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
 
-INT32, HALF = 4, 2  # bytes
+INT32 = 4  # bytes
 THREADS = 2**15  # of one process: Linux refuses more with its default settings
 
 _log = logging.getLogger(__name__)
@@ -69,18 +68,17 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
     threads = config.data.read_threads
     if threads > THREADS:
         raise UserError(f"data.read_threads = {threads}: a process cannot have so many threads; use 4 to 64.")
-    parts = least(config, sizes)
+    parts, needs = least(config, sizes), build(config, "needs")
     limit = memory_of_a_device(devices[0], processes)
     if limit is not None:
         _compare("training", parts, limit, devices[0])
-        if config.samples is not None:
-            parts = cached(config.model, config.samples.tokens, len(config.samples.prompts), sizes)
-            _compare("generating samples.tokens", parts, limit, devices[0])
+        for doing, parts in (need for one in needs for need in one.of_a_device(sizes)):
+            _compare(doing, parts, limit, devices[0])
     host = host_memory()
     if host is not None:
         _compare("reading batches", _host_batch(config.train, config.data.seq_len, _batch_bytes(config)), host // processes, None)
-        if config.memory.offload_state is not None:
-            _compare("keeping state in host memory", _host_state(config, sizes), host // processes, None)
+        for doing, parts in (need for one in needs for need in one.of_a_host(_state(config, sizes), sizes)):
+            _compare(doing, parts, host // processes, None)
 
 
 def check_generation(
@@ -160,7 +158,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     logits = number * rows // train.loss_chunks * model.vocab_size // split  # their exponentials
     gradient = updated.trained * (FLOAT32 if train.microbatches > 1 else number)
     smaller = functools.partial(_smaller_state, model)
-    far_weights, far_gradients = _layers_on_host(model, config.memory.offload_state, sizes)
+    far_weights, far_gradients = map(sum, zip((0, 0), *(one.elsewhere(sizes) for one in build(config, "needs")), strict=True))
     of_matrices = updated.bytes_in(None, matrices=True) * count_matrices(model) // evenly
     held = Part("parameters and optimizer state", updated.bytes_in(None) * numbers + of_matrices - number * far_weights, smaller)
     activations = (
@@ -179,32 +177,9 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     return (held, *either, *batches)
 
 
-def _layers_on_host(model: ModelConfig, tiers: OffloadStateConfig | None, sizes: dict[str, int]) -> tuple[int, int]:
-    """(weights, gradients) of the layers that a device has in host memory: numbers."""
-    if tiers is None or not tiers.layers_on_host:
-        return 0, 0
-    numbers = count_matrices(model, scanned=True) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
-    return numbers * (tiers.weights is not None), numbers * (tiers.gradients is not None)
-
-
 def _state(config: Config, sizes: dict[str, int]) -> State:
     """State of a number in a matrix, at least."""
     return state(config, sizes, RULES[config.optimizer.name].moment_bytes(config.optimizer.state))
-
-
-def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
-    """Host memory of a process for state: of its devices what is offloaded there; of state in files as much while it is saved."""
-    tiers = config.memory.offload_state
-    if tiers is None:
-        return ()
-    each = _state(config, sizes).bytes_in("host", "nvme")
-    copies = math.prod(sizes[axis] for axis in ("data", "context"))
-    number = FLOAT32 if config.precision.compute == "float32" else HALF
-    weights, gradients = _layers_on_host(config.model, tiers, dict.fromkeys(sizes, 1))
-    layers = number * weights + (number + FLOAT32 * (config.train.microbatches > 1)) * gradients
-    size = (each * count_parameters(config.model) + layers) * copies // jax.process_count()
-    remedy = "use more hosts, or keep less of it there"
-    return (Part("state of memory.offload_state (in files as well: a save holds a copy)", size, remedy),)
 
 
 def _batch_bytes(config: Config) -> int:

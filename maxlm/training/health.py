@@ -4,12 +4,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from maxlm.config.sections.health import HealthConfig
 from maxlm.telemetry.alarms import JUMP_SPREADS, JUMP_STEPS, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import LayerAlarms, LayerFigures
 from maxlm.telemetry.observer import Event
+from maxlm.training.opening import Opening
 from maxlm.training.session import RollBack
 
 SKIPS_IN_A_ROW = 10  # updates that were not finite: the batches differ, so it is the state that is wrong
@@ -217,6 +218,17 @@ class Health:
             return f"the loss of step {step}, {loss:.4g}, is more than {DIVERGED:g} nat above that {what}, {began:.4g}"
         learned = self._untrained - self._best
         if learned >= LEARNED and loss > self._best + LOST * learned:
-            untrained = f"that of an untrained model, {self._untrained:.4g}"
+            untrained = f"the loss of an untrained model, {self._untrained:.4g}"
             return f"the loss of step {step}, {loss:.4g}, is back at {untrained}, after it was {self._best:.4g}"
         return ""
+
+
+class LeftOut(Opening):
+    """Batches that the settings leave out."""
+
+    def __init__(self, leave_out: tuple[int, ...]) -> None:
+        self.leave_out = leave_out
+
+    @classmethod
+    def from_config(cls, health: HealthConfig) -> Self:
+        return cls(health.leave_out)

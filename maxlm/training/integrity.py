@@ -8,7 +8,7 @@ docs/integrity.md says what each check can see.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from maxlm.config.sections.integrity import IntegrityConfig, on_mesh, on_platfor
 from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
+from maxlm.training.opening import Opening
 from maxlm.training.program import Program
 from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
 from maxlm.training.session import Outcome, RollBack
@@ -181,21 +182,33 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
     return Integrity(settings, replicas, replay, devices, findings, start, report)
 
 
-def check_mesh(program: Program) -> None:
-    """Raise ConfigError if a check could compare nothing on the mesh of `program`."""
-    settings, gpu = program.config.integrity, program.mesh.devices.flat[0].platform == "gpu"
-    if settings is not None:
-        for problem in (*on_mesh(settings, program.mesh.shape, program.config.diloco), *on_platform(settings, gpu=gpu)):
+class PossibleChecks(Opening):
+    """Refuse checks that cannot be done on these devices."""
+
+    title = "checks for silent corruption"
+
+    def __init__(self, settings: IntegrityConfig, diloco: object) -> None:
+        self._settings, self._diloco = settings, diloco
+
+    @classmethod
+    def from_config(cls, integrity: IntegrityConfig, diloco: object) -> Self:
+        return cls(integrity, diloco)
+
+    def check_mesh(self, program: Program) -> None:
+        """Raise ConfigError if a check could compare nothing on the mesh of `program`."""
+        gpu = program.mesh.devices.flat[0].platform == "gpu"
+        for problem in (*on_mesh(self._settings, program.mesh.shape, self._diloco), *on_platform(self._settings, gpu=gpu)):
             raise ConfigError(*problem)
 
-
-def check_memory(program: Program, limit: int | None) -> None:
-    """Raise ConfigError if `integrity.repeat_every` is set, and no second state fits into `limit` bytes of a device during a step."""
-    settings, memory = program.config.integrity, program.step.memory_analysis()
-    if settings is None or settings.repeat_every is None or limit is None or memory is None:
-        return
-    state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
-    needed = state + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    if needed > limit:
-        rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
-        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")
+    def check_compiled(self, program: Program, limit: int | None) -> None:
+        """Raise ConfigError if `integrity.repeat_every` is set, and no second state fits into `limit` bytes of a device during a step."""
+        every, memory = self._settings.repeat_every, program.step.memory_analysis()
+        if every is None or limit is None or memory is None:
+            return
+        leaves = jax.tree.leaves(program.abstract_state)
+        state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        step = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+        if state + step > limit:
+            needed, most = (state + step) / 2**30, limit / 2**30
+            rule = f"needs a copy of the state in addition to the step: {needed:.1f} GiB of a device that has {most:.1f}"
+            raise ConfigError("integrity.repeat_every", every, rule, "leave it out, or split the state over more devices")

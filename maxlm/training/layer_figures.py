@@ -14,7 +14,8 @@ from maxlm.models.parameters import Parameters, abstract_parameters
 from maxlm.models.stack import within_layer
 from maxlm.objectives import Sums
 from maxlm.telemetry.layer_alarms import LayerFigures
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.base.metric import Metric
-from maxlm.config.axes import BATCH_AXES
 from maxlm.config.schema import HealthConfig, ModelConfig
-from maxlm.kernels.attention.entropy import attention_entropy
+from maxlm.config.sections.mesh import BATCH_AXES
+from maxlm.kernels.attention.xla import attention_entropy
 from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
@@ -27,7 +27,8 @@ from maxlm.training.by_size import BySize
 from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares
 from maxlm.training.program import Program
-from maxlm.training.step import TrainState
+from maxlm.training.reader import Reader
+from maxlm.training.step import Metrics, TrainState
 
 ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
 
@@ -72,7 +73,7 @@ class LayerProbe:
         return step % self._every == 0
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Array]:
-        """Figures of `state` by the names of their metrics, on the devices; `with_updates` completes them on the host."""
+        """Figures of `state` by the names of their metrics, on the devices; `UpdateNorms` completes them on the host."""
         figures: dict[str, Array] = self._sized(self._program.placement.readable(state).params, state.model_state, batch)
         return figures
 
@@ -94,9 +95,19 @@ class LayerProbe:
             )
 
 
-def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of an update on the host, completed by the norms of what it changed."""
-    return {**values, UPDATE: values[RATIO] * values[WEIGHT]} if WEIGHT in values else dict(values)
+class UpdateNorms(Reader):
+    """Complete the figures of the probe, and put each update that has them on record."""
+
+    @classmethod
+    def from_config(cls, health: HealthConfig) -> Self | None:
+        return None if health.layers is None else cls()
+
+    def must_record(self, metrics: Metrics) -> bool:
+        return WEIGHT in metrics.values
+
+    def record(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the norm of what the update changed in each layer."""
+        return {**values, UPDATE: values[RATIO] * values[WEIGHT]} if WEIGHT in values else dict(values)
 
 
 def _forward(program: Program, params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:

@@ -31,9 +31,9 @@ from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
+from maxlm.training.evidence import Replay
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
-from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving, not_finite, prepare_saves
 from maxlm.training.session import STOPPED, Init, Outcome, RollBack, Session, Start, stopped_by
@@ -196,7 +196,7 @@ def _unreachable(session: Session, before: int) -> str:
         return ""
     if not steps:  # as if all saves have failed: going back to the beginning would lose all
         return "no checkpoint has been saved"
-    return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
+    return f"the oldest checkpoint, of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 
 
 def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcome:
@@ -295,7 +295,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
-        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"
+        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest:,}"
         because = "" if wrong == end.message else f" ({wrong})"
         end = replace(end, message=f"{end.message}; the last state is not saved{because}, and {left}")
     if end.status in STOPPED:

@@ -6,8 +6,7 @@ scale is doubled.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,9 @@ from maxlm.config.schema import PrecisionConfig
 from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.reader import Reader
+from maxlm.training.step import Metrics, TrainState
+from maxlm.training.transform import Transform
 
 LOSS_SCALE = Metric("loss_scale", "Loss scale", "factor of the loss that gradients are computed of", reduce="sum")
 
@@ -68,9 +69,20 @@ class LossScaling(Transform):
         return jnp.bool_(False), adjusted(own, jnp.isfinite(loss) & ~jnp.isfinite(norm), self._settings)
 
 
-def overflow(precision: PrecisionConfig, values: Mapping[str, Any]) -> str:
-    """Description of an overflow that the next, smaller scale may mend, from the metrics of an update on the host; "" if it is none."""
-    if precision.scaling is None or not math.isfinite(values["loss"]) or math.isfinite(values["grad_norm"]):
-        return ""
-    factor = float(values[LOSS_SCALE.name])
-    return f"the gradient overflowed with a loss scale of {factor:,.0f}, which is halved" if factor > precision.scaling.smallest else ""
+class Overflows(Reader):
+    """Tell overflows of the gradient from faults."""
+
+    def __init__(self, settings: LossScaleConfig) -> None:
+        self._smallest = settings.smallest
+
+    @classmethod
+    def from_config(cls, precision: PrecisionConfig) -> Self | None:
+        return None if precision.scaling is None else cls(precision.scaling)
+
+    def overflow(self, metrics: Metrics) -> str:
+        """Description of an overflow that the next, smaller scale may mend; "" if there is none."""
+        values = metrics.values
+        if not math.isfinite(values["loss"]) or math.isfinite(values["grad_norm"]):
+            return ""
+        factor = float(values[LOSS_SCALE.name])
+        return f"the gradient overflowed with a loss scale of {factor:,.0f}, which is halved" if factor > self._smallest else ""

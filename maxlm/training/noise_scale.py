@@ -17,7 +17,9 @@ from maxlm.base.metric import Metric
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.training.step import GradFn, Transform
+from maxlm.training.reader import Reader
+from maxlm.training.step import GradFn, Metrics
+from maxlm.training.transform import Transform
 
 NOISE_SCALE = Metric("noise_scale", "Gradient noise scale", "tokens")
 # Of the parts of a batch: how many have tokens, and the sum of their squared norms, each times its share of the tokens.
@@ -41,36 +43,49 @@ def with_part_norms(grad_fn: GradFn) -> GradFn:
 
 
 class PartNorms(Transform):
-    """Declare the figures of `with_part_norms`, and the scale that the host computes from them."""
+    """Declare the figures of `with_part_norms`, from which the host computes the scale."""
 
     name, phase, metrics = "noise_scale", "measure", PART_METRICS
-    recorded = (NOISE_SCALE,)
+    recorded = ()
 
     @classmethod
     def from_config(cls, settings: NoiseScaleConfig) -> Self:
         return cls()
 
 
-class NoiseScale:
+class NoiseScale(Reader):
     """Averages over the updates of a run, on the host."""
+
+    metrics, level = (NOISE_SCALE,), LEVELS
 
     def __init__(self, settings: NoiseScaleConfig, levels: Sequence[float] = ()) -> None:
         """`levels`: of the checkpoint that training continues."""
         self._kept = 1 - 1 / settings.updates
         self._trace, self._square = levels or (0.0, 0.0)
 
+    @classmethod
+    def from_config(cls, settings: NoiseScaleConfig, levels: Mapping[str, Any]) -> Self:
+        """The reader of the section `train.noise_scale`."""
+        return cls(settings, levels.get(LEVELS, ()))
+
     @property
     def levels(self) -> list[float]:
         """Averages of S and of |G|^2 so far, both times the same factor."""
         return [self._trace, self._square]
 
-    def update(self, values: Mapping[str, Any]) -> None:
-        """Add an update, from its metrics on the host. One of a single part, or that is not finite, tells nothing."""
+    def update(self, step: int, metrics: Metrics) -> tuple[()]:
+        """Add an update. One of a single part, or that is not finite, tells nothing."""
+        values = metrics.values
         parts, squares, whole = (float(values[name]) for name in (PARTS, SQUARES, "grad_norm"))
         trace, square = estimates(parts, squares, whole**2, float(values["tokens"])) if parts > 1 else (float("nan"),) * 2
         if abs(trace) + abs(square) < float("inf"):
             self._trace = self._kept * self._trace + (1 - self._kept) * trace
             self._square = self._kept * self._square + (1 - self._kept) * square
+        return ()
+
+    def record(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the figures of the parts by the scale."""
+        return {name: value for name, value in values.items() if name not in (PARTS, SQUARES)} | self.figures
 
     @property
     def figures(self) -> dict[str, float]:

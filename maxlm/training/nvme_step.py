@@ -25,7 +25,7 @@ from maxlm.objectives import Sums
 from maxlm.training.offloaded import Group, GroupUpdate, Offloaded
 from maxlm.training.program import Program
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, path_of
-from maxlm.training.step import Metrics, Pending, TrainState, Update, build_train_step
+from maxlm.training.step import Metrics, Pending, TrainState, build_train_step
 
 
 class InFiles(Offloaded):
@@ -105,7 +105,8 @@ class NvmeStep:
         assert self._gradients is not None, "`Program.step` compiles them"
         pending, metrics = self._gradients(self._small(state, params), batch)
         leaves = self._update(resident, pending) | flat_state(pending.after)
-        return self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state), metrics
+        flat = flat_state(state) | (leaves | {path: self.disk.array(path) for path in self._filed_paths})
+        return jax.tree.unflatten(jax.tree.structure(state), [flat[path] for path in flat_state(state)]), metrics
 
     def _small(self, state: TrainState, params: Parameters) -> TrainState:
         """The state that gradients are computed from."""
@@ -132,10 +133,6 @@ class NvmeStep:
     @property
     def _names(self) -> list[Name]:
         return [name for group in self._groups for name in group.names]
-
-    def _with(self, leaves: Leaves, state: TrainState) -> TrainState:
-        flat = flat_state(state) | leaves
-        return jax.tree.unflatten(jax.tree.structure(state), [flat[path] for path in flat_state(state)])
 
     # The gradients.
 
@@ -209,12 +206,12 @@ class NvmeStep:
         copies = [on_device(flat["params", *name].sharding) for name in group.names if ("params", *name) in filed]
         whole = NamedSharding(self._placement.program.mesh, PartitionSpec())
         out = shardings, [flat[path].sharding for path in here], copies, whole
-        run = partial(update_piece, self._placement.program.update, group, filed)
+        run = partial(update_piece, self._placement.group_update, group, filed)
         return jax.jit(run, out_shardings=out, donate_argnums=(1, 2, 3), compiler_options=self._placement.program.compiler_options)
 
 
 def update_piece(
-    plain: Update,
+    group_update: Callable[[Group, Leaves, Pending], GroupUpdate],
     group: Group,
     filed: set[Name],
     piece: jax.Array,
@@ -229,7 +226,7 @@ def update_piece(
     places = [is_on_host(array) for array in arrays]
     arrived, resident = iter(pieces), iter([_cut(array, group, piece) for array in arrays])
     current = [next(arrived) if path in filed else next(resident) for path in group.leaves]
-    update = GroupUpdate(plain, group, counters, pending)
+    update = group_update(group, counters, pending)
     first_row = piece * (grads[0].shape[0] // group.pieces)
     new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads], first_row), strict=True))
     here = [new[path] for path in group.leaves if path not in filed]

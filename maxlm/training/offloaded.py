@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
-from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
 from maxlm.memory.layer_stream import empty_on_host, scan_layers
-from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
+from maxlm.memory.pieces import copy_on_host, copy_to_device, create, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import parameter_axes
 from maxlm.models.layers import Scan
@@ -38,6 +38,9 @@ from maxlm.training.step import Pending, TrainState, Update
 STACK = "layers"  # entry of the parameters that is scanned
 
 
+OptimizerOf = Callable[[Parameters, Any], optax.GradientTransformation]  # (logical axes of some parameters, their first row)
+
+
 class Group(NamedTuple):
     """Parameters that are updated together: equal layers, or all that are in none. `leaves`: paths of all that belongs to them in a state.
 
@@ -52,16 +55,16 @@ class Group(NamedTuple):
 class GroupUpdate:
     """`Update.apply` for a group: (its leaves, the gradients of its parameters, first row of the piece) -> its leaves updated."""
 
-    def __init__(self, update: Update, group: Group, leaves: Leaves, pending: Pending) -> None:
+    def __init__(self, update: Update, optimizer_of: OptimizerOf, group: Group, leaves: Leaves, pending: Pending) -> None:
         """`leaves`: of the state, the counters of the optimizer among them; `pending`: its gradient is not read."""
-        self._update, self._group, self._leaves, self._pending = update, group, leaves, pending
-        axes = flat_params(parameter_axes(update.config.model))
+        self._update, self._optimizer_of, self._group, self._leaves, self._pending = update, optimizer_of, group, leaves, pending
+        axes = flat_params(parameter_axes(update.objective.config.model))
         self._axes = nested({name: axes[name] for name in group.names})
         self.shared: Leaves = {}  # new counters, equal for all groups
 
     def __call__(self, changed: Sequence[jax.Array], read: Sequence[jax.Array], first_row: Array | int) -> list[jax.Array]:
         old, names = self._leaves | dict(zip(self._group.leaves, changed, strict=True)), self._group.names
-        optimizer = build_optimizer(self._update.config, self._axes, first_row)
+        optimizer = self._optimizer_of(self._axes, first_row)
         params = nested({name: old["params", *name] for name in names})
         masters = jax.tree.map(lambda stored: jax.ShapeDtypeStruct(stored.shape, jnp.float32), params)  # perhaps stored in bfloat16
         opt_state = jax.eval_shape(optimizer.init, masters)
@@ -180,13 +183,18 @@ class Offloaded(Placement):
 
     # The update.
 
+    @property
+    def group_update(self) -> Callable[[Group, Leaves, Pending], GroupUpdate]:
+        """`GroupUpdate` of this program."""
+        return partial(GroupUpdate, self.program.update, partial(build_optimizer, self.config))
+
     def _update(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """As `Update`: every group of parameters is updated after the one before it."""
         pending, sums, norm = self.gradient(state, self.compute_copy(state.params), batch)
         leaves, grads = flat_state(state), flat_params(pending.gradient)
         new = leaves | flat_state(pending.after)
         for group in self.groups:
-            update = GroupUpdate(self.program.update, group, leaves, pending)
+            update = self.group_update(group, leaves, pending)
             changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
@@ -205,7 +213,7 @@ class Offloaded(Placement):
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
         plain, scan = self.program.update, self._scan(apart)
         gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
-        hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
+        hosted = _HostedGradients(plain.objective, plain.optimizer, plain.rate, gradients, plain.transforms)
         pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
@@ -239,7 +247,7 @@ class Offloaded(Placement):
     def _counted(self, leaves: Leaves, pending: Pending) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
         group = self.groups[0]
-        update = GroupUpdate(self.program.update, group, leaves, pending)
+        update = self.group_update(group, leaves, pending)
         rows = [leaves[path].shape[0] // group.pieces for path in group.leaves]
         zeros = [jnp.zeros((row, *leaves[path].shape[1:]), leaves[path].dtype) for path, row in zip(group.leaves, rows, strict=True)]
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}

@@ -65,8 +65,8 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
 
     def layers(params: Parameters, state: Parameters, x_BSD: Array, inputs: LayerInputs) -> tuple[tuple[Array, Array], Routing | None]:
         context, active, denominator = inputs
-        beside, layer = (None, None) if active is None else ({"layers": active}, run_unless_padding)
-        output = model(params, state).run(x_BSD, context, ("layers",), beside, layer)  # in whole periods, so there is no tail
+        values, layer = (None, None) if active is None else ({"layers": active}, run_unless_padding)
+        output = model(params, state).run(x_BSD, context, ("layers",), values, layer)  # in whole periods, so there is no tail
         return (output.x_BSD, output.aux_loss / denominator), output.routing
 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:

@@ -1,8 +1,9 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,43 +16,19 @@ from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config
 from maxlm.config.table import build
 from maxlm.hardware.chips import chip_of
-from maxlm.hardware.xla_flags import compiler_options
+from maxlm.hardware.xla_flags import options_of_device
 from maxlm.models import init_model_state, init_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
-from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.training.by_size import BySize
 from maxlm.training.gradients import build_gradients, cast_frozen
-from maxlm.training.optimizer import build_optimizer
+from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.placement import Placement
-from maxlm.training.step import GradFn, TrainState, Transform, Update
+from maxlm.training.reader import Reader
+from maxlm.training.step import GradFn, TrainState, Update
 from maxlm.training.stored_form import StoredForm
-
-# Phases of an update, in the order in which its transforms see the gradient; parameters are written in the reverse order. Transforms of one
-# phase follow the order of the settings.
-PHASES = {
-    "scale": "a factor of the loss, which is taken out of the gradient",
-    "store": "parameters are stored in another form between updates",
-    "measure": "figures of the gradient and of the change",
-    "refuse": "updates that are not applied",
-    "sum": "the gradient is summed where links are slow",
-    "average": "averages follow the updated parameters",
-}
-
-
-def in_order(transforms: Sequence[Transform]) -> list[Transform]:
-    """Sort by phase. Raises UserError for a class that is no transform, an unknown phase, or two transforms with one name (of a state)."""
-    names, phases = [getattr(one, "name", None) for one in transforms], list(PHASES)
-    for one, name in zip(transforms, names, strict=True):
-        kind = type(one).__name__
-        if not isinstance(one, Transform) or not name:
-            raise UserError(f"{kind} is no transform of an update: derive it from maxlm.training.step.Transform, with a name and a phase.")
-        if (phase := getattr(one, "phase", None)) not in phases:
-            raise UserError(f"{kind}.phase = {phase!r} is no phase of an update: use one of {', '.join(phases)}.")
-        if names.count(name) > 1:
-            raise UserError(f"{kind}.name = {name!r} is the name of another transform, too: rename one of them.")
-    return sorted(transforms, key=lambda one: phases.index(one.phase))
+from maxlm.training.transform import in_order
 
 
 @dataclass(frozen=True)
@@ -66,9 +43,9 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of the figures of an update that not every record holds."""
-        parts = (*self.update.transforms, *self.probes)
-        declared = (*self.objective.metrics, *(metric for one in parts for metric in one.recorded))
-        return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
+        readers: list[Reader] = build(self.config, "readers", levels={})
+        parts = (*(one.recorded for one in (*self.update.transforms, *self.probes)), *(one.metrics for one in readers))
+        return (*self.objective.metrics, *chain(*parts))
 
     @cached_property
     def gradients(self) -> GradFn:
@@ -79,7 +56,7 @@ class Program:
     def update(self) -> Update:
         """The update with its transforms: from one gradient of the whole batch, or as a section combines whole updates."""
         transforms = in_order(build(self.config, "transforms", device_mesh=self.mesh))
-        parts = self.config, self.objective, self.optimizer, self.gradients, transforms
+        parts = self.objective, self.optimizer, learning_rate(self.config), self.gradients, transforms
         return self._only(Update, "update", parts=parts) or Update(*parts)
 
     @cached_property
@@ -136,7 +113,7 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """XLA's options for the devices of this mesh."""
-        return compiler_options_of(self.mesh, traced=self.config.run.profile is not None)
+        return options_of_device(self.mesh.devices.flat[0], traced=self.config.run.profile is not None)
 
     def init(self) -> TrainState:
         """The first state, created where it will live."""
@@ -150,13 +127,8 @@ class Program:
 
     def of_size(self, size: int) -> "Program":
         """The program of batches of `size` sequences, which has the same state and schedule. This one, if all batches are alike."""
-        train = self.objective.config.train
-        if not train.batch_ramp:
-            return self
-        parts = self.config.microbatches_of(size, self.mesh.shape)
-        assert parts is not None, "the rules of train.batch_ramp check every size"
-        own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": None})
-        return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))
+        own = self.objective.config.with_batches_of(size, self.mesh.shape)
+        return self if own is None else replace(self, objective=build_objective(own))
 
     def compile_from(self, step: int) -> None:
         """Compile all that batches from number `step` on need, so that training does not wait for it later."""
@@ -167,9 +139,9 @@ class Program:
     @cached_property
     def step(self) -> Any:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
-        train = self.objective.config.train
-        if train.batch_ramp:
-            return BySize(lambda size: self.of_size(size).compiled(), train.global_batch)
+        sizes = self.objective.config.batch_sizes
+        if sizes.vary:
+            return BySize(lambda size: self.of_size(size).compiled(), sizes.largest)
         return self.placement.step(self.compiled())
 
     def compiled(self) -> jax.stages.Compiled:
@@ -199,18 +171,8 @@ class Program:
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 
-def compiler_options_of(mesh: Mesh, *, traced: bool = False) -> dict[str, str | bool]:
-    """XLA's options for the devices of `mesh`; `traced`: for a profile."""
-    device = mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    return compiler_options(chip.name if chip is not None else device.platform, traced=traced)
-
-
 def build_program(config: Config, mesh: Mesh) -> Program:
     """The training program of `config` on `mesh`. Raises ConfigError for a number format that the chip is slow at."""
     if (chip := chip_of(mesh.devices.flat[0].device_kind)) is not None:
         check_chip(config, chip)
-    memory = config.memory
-    if memory.layers_on_host:  # layer_stream.py keeps the layers' inputs
-        memory = memory.model_copy(update={"offload": ()})
-    return Program(config, mesh, build_optimizer(config), build_objective(config.model_copy(update={"memory": memory})))
+    return Program(config, mesh, build_optimizer(config), build_objective(config))

@@ -13,7 +13,8 @@ from maxlm.config.schema import DilocoConfig
 from maxlm.config.sections.health import HealthConfig
 from maxlm.models.parameters import Parameters
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 ALONE = 2  # times `spreads`: of a single update, which has no other to confirm it. Measured on batches of 32 tokens: up to 13.5 deviations
 

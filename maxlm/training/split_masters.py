@@ -20,8 +20,9 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import Names
 from maxlm.training.rounding import random_bits
 from maxlm.training.state_paths import path_of
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
 from maxlm.training.stored_form import StoredForm
+from maxlm.training.transform import Transform
 
 RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32
 DIFFERENCES = {"split": jnp.dtype("int16"), "split24": jnp.dtype("int8")}

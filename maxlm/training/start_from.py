@@ -10,7 +10,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
 from maxlm.config.fields import flatten
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
-from maxlm.config.sections.train import StartFromConfig
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.sections.start_from import StartFromConfig
+from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import (
     Parameters,
     abstract_model_state,
@@ -37,11 +38,12 @@ from maxlm.models import (
 )
 from maxlm.models.adapters import frozen
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.opening import FirstState
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.program import Program
 from maxlm.training.rollback import Journal
 from maxlm.training.saved_run import CONFIG, SavedRun, open_run
-from maxlm.training.session import BRANCH, Start
+from maxlm.training.session import BRANCH, Init, Start
 from maxlm.training.step import TrainState
 
 FIELD, BRANCH_FIELD = "train.start_from.path", "train.branch_from.path"
@@ -50,6 +52,26 @@ _log = logging.getLogger(__name__)
 FREE = ("rope.", "rope_local", "init_std", "mtp.loss_weight", "vocab_size")
 BIASES = "moe.router.bias_rate"
 FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "balance_loss", "balance_over", "z_loss"))
+
+
+class StartFrom(FirstState):
+    """Begin with the parameters of `train.start_from`."""
+
+    setting = "train.start_from"
+
+    def __init__(self, source: StartFromConfig) -> None:
+        self._source, self.reads = source, f"the parameters of {source.path}"
+
+    @classmethod
+    def from_config(cls, source: StartFromConfig, train_branch_from: object) -> Self | None:
+        """None for a run that branches off: the other run began from these parameters."""
+        return cls(source) if train_branch_from is None else None
+
+    def fingerprint(self) -> str:
+        return fingerprint(self._source)
+
+    def init(self, program: Program, identity: dict[str, str]) -> Init:
+        return partial(begin_from, program, self._source, open_tokenizer(program.config.data.stores[0]))
 
 
 def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer | None) -> TrainState:
@@ -67,14 +89,17 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
         _check_tokens(source.path, saved.tokenizer, tokenizer)
     grown = other.vocab_size != model.vocab_size
     if grown and program.config.model.lora is not None:
-        rule = f"is above that of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
+        rule = f"is above the vocab_size of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
         raise ConfigError("model.vocab_size", model.vocab_size, rule, f"use {other.vocab_size}, or train without model.lora first")
     wanted = _wanted(program, saved, model)
     restored = saved.restore(wanted, source.step, source.weights)
     params = _grown(program, restored.params) if grown else restored.params
     if program.config.model.lora is None:
         return program.begin_with(params, restored.model_state)
-    return program.begin_with(_adapters(program), frozen(program.config.model, params, restored.model_state))
+    config, shardings = program.config, program.state_shardings.params
+    with jax.set_mesh(program.mesh):
+        adapters: Parameters = jax.jit(partial(init_parameters, config.model, config.train.seed), out_shardings=shardings)()
+    return program.begin_with(adapters, frozen(program.config.model, params, restored.model_state))
 
 
 def _wanted(program: Program, saved: SavedRun, model: ModelConfig) -> dict[str, Any]:
@@ -96,14 +121,6 @@ def _wanted(program: Program, saved: SavedRun, model: ModelConfig) -> dict[str, 
 
 def _shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-
-
-def _adapters(program: Program) -> Parameters:
-    """Fresh adapters, where they will live."""
-    config, shardings = program.config, program.state_shardings.params
-    with jax.set_mesh(program.mesh):
-        adapters: Parameters = jax.jit(partial(init_parameters, config.model, config.train.seed), out_shardings=shardings)()
-    return adapters
 
 
 def _check_tokens(path: str, theirs: Tokenizer, ours: Tokenizer) -> None:
@@ -189,6 +206,28 @@ def _field(source: StartFromConfig | BranchFromConfig) -> str:
 # Branches.
 
 
+class BranchOff(FirstState):
+    """Begin where the run of `train.branch_from` was."""
+
+    setting = "train.branch_from"
+
+    def __init__(self, source: BranchFromConfig) -> None:
+        self._source, self.reads = source, f"step {source.step:,} of {source.path}"
+
+    @classmethod
+    def from_config(cls, source: BranchFromConfig) -> Self:
+        return cls(source)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self._source)
+
+    def init(self, program: Program, identity: dict[str, str]) -> Init:
+        return partial(branch_off, program, self._source, identity)
+
+    def check_start(self, start: Start) -> None:
+        check_same_branch(self._source, start)
+
+
 def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, str]) -> Start:
     """Start where the run `source` was after update `source.step`, on the mesh of `program`. `identity`: what its checkpoint must share.
 
@@ -203,24 +242,25 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
         fix = f"use {' or '.join(map(str, fit[-3:]))}" if fit else "wait for a later checkpoint"
         raise ConfigError("train.branch_from.step", source.step, f"is no checkpoint to continue: {unfit[source.step]}", fix)
     restored = checkpoints.restore(program.abstract_state, source.step)
-    _check_rate(program.config, saved.trained, source.step - int(jax.device_get(restored.state.skipped)))
+    updates = source.step - int(jax.device_get(restored.state.skipped))
+    old, new = (float(learning_rate(one)(updates)) for one in (saved.trained, program.config))
+    _check_rate(saved.trained.optimizer, program.config.optimizer, old, new)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
     return Start(program.placement.adopt(restored.state), restored.step, data, restored.data_position)
 
 
-def _check_rate(config: Config, before: Config, updates: int) -> None:
-    """Raise ConfigError if a cosine would have fallen since the beginning of a run that had another schedule."""
-    if config.optimizer.schedule != "cosine" or before.optimizer.schedule == "cosine":
-        return
-    old, new = (float(learning_rate(one)(updates)) for one in (before, config))
-    if new < old and config.optimizer.peak_lr == before.optimizer.peak_lr:
-        rule = f"decays from the beginning of the run that is branched off, whose rate of {old:.3g} would fall to {new:.3g} at once"
+def _check_rate(before: OptimizerConfig, now: OptimizerConfig, old: float, new: float) -> None:
+    """Raise ConfigError if a cosine would have fallen, from the `old` rate to the `new`, since the beginning of a run that had another
+    schedule.
+    """
+    if now.schedule == "cosine" != before.schedule and new < old and now.peak_lr == before.peak_lr:
+        rule = f"decays from the beginning of the run that is branched off, and the rate would fall from {old:.3g} to {new:.3g} at once"
         raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
 
 
-def check_same_branch(source: BranchFromConfig | None, start: Start) -> None:
+def check_same_branch(source: BranchFromConfig, start: Start) -> None:
     """Raise ConfigError if a run that goes on from its own checkpoint is asked to branch off where it has not."""
-    if source is None or start.restored is None or start.branched:
+    if start.restored is None or start.branched:
         return
     began = start.position.get(BRANCH)
     if began != source.step:

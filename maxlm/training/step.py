@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, UInt32
 
-from maxlm.base.metric import Metric
-from maxlm.config.schema import Config
 from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
-from maxlm.training.optimizer import learning_rate
 from maxlm.training.state_paths import state_shardings
 
+Transform = Any  # `training.transform.Transform`, which imports this module
 # (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
 LossFn = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
 # (parameters, model state, batch, denominator) -> (figures, gradient of the loss over the denominator)
@@ -38,7 +36,7 @@ class TrainState:
     params: Parameters
     opt_state: Any
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
-    extra: dict[str, Any] = field(default_factory=dict)  # states of transforms (`Transform`), by their names
+    extra: dict[str, Any] = field(default_factory=dict)  # states of transforms (transform.py), by their names
 
 
 class Metrics(NamedTuple):
@@ -61,11 +59,10 @@ def build_train_step(
     update: "Update", run: Callable[[TrainState, Any], tuple[Any, Sums, Array]] | None = None
 ) -> Callable[[TrainState, Any], tuple[Any, Metrics]]:
     """The training step, ready to be jitted. `run`: computes the update, if its state is not on the device; default `update` itself."""
-    rate = learning_rate(update.config)
 
     def train_step(state: TrainState, batch: Any) -> tuple[Any, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
-        lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
+        lr = jnp.asarray(update.rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
         batch = update.objective.with_randomness(batch, state.step)
         after, sums, grad_norm = (run or update)(state, batch)
         values = sums.values(update.metrics)
@@ -96,13 +93,14 @@ class Update:
 
     def __init__(
         self,
-        config: Config,
         objective: Objective,
         optimizer: optax.GradientTransformation,
+        rate: optax.Schedule,
         gradients: GradFn,
-        transforms: Sequence["Transform"] = (),
+        transforms: Sequence[Transform] = (),
     ) -> None:
-        self.config, self.objective, self.optimizer, self.gradients = config, objective, optimizer, gradients
+        """`rate`: updates before -> learning rate, for the record; the optimizer has it already."""
+        self.objective, self.optimizer, self.rate, self.gradients = objective, optimizer, rate, gradients
         self.transforms = tuple(transforms)
         self.metrics = (*objective.metrics, *(metric for one in self.transforms for metric in one.metrics))
 
@@ -116,7 +114,7 @@ class Update:
 
     def shardings(self, mesh: Mesh) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        shardings = TrainState(*state_shardings(self.config.model, self.optimizer, mesh))
+        shardings = TrainState(*state_shardings(self.objective.config.model, self.optimizer, mesh))
         extra = {one.name: one.shardings(shardings.params, mesh) for one in self.transforms}
         return replace(shardings, extra={name: own for name, own in extra.items() if own is not None})
 
@@ -134,13 +132,14 @@ class Update:
         sums, gradient = self.gradients(state.params, state.model_state, batch, denominator)
         extra = dict[str, Any]()
         for one in self.transforms:
-            sums, gradient, extra[one.name] = one.reduce(state, sums, gradient)
+            before, (sums, gradient, extra[one.name]) = sums, one.reduce(state, sums, gradient)
+            one.declared({**sums.added, **sums.largest}, {*before.added, *before.largest})
         norm = self.norm(gradient)
         good, extra = self.judge(state, sums, norm, extra)
-        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
+        model_state = balance_experts(self.objective.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
         skipped = state.skipped + jnp.where(good, 0, 1)
         after = TrainState(state.step + 1, skipped, {}, (), keep_if(good, model_state, state.model_state), extra)
-        return Pending(gradient, good, clip_factor(norm, self.config.optimizer.clip_norm), after), sums, norm
+        return Pending(gradient, good, clip_factor(norm, self.objective.config.optimizer.clip_norm), after), sums, norm
 
     def norm(self, gradient: Parameters) -> Float[Array, ""]:
         """Global norm of a gradient, in float32."""
@@ -172,7 +171,7 @@ class Update:
         updates, opt_state = (optimizer or self.optimizer).update(clipped, state.opt_state, masters)
         params = optax.apply_updates(masters, updates)
         for one in reversed(self.transforms):
-            figures |= one.figures(masters, params)
+            figures |= one.declared(one.figures(masters, params))
             params, own = one.write(params, extra.get(one.name), state, first_row)
             extra |= {one.name: own} if one.by_parameter else {}
         new = keep_if(pending.good, (params, opt_state, extra), (state.params, state.opt_state, dict(state.extra)))
@@ -214,69 +213,3 @@ def split(batch: Any, microbatches: int) -> Any:
     moves between devices.
     """
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
-
-
-# Optional parts of an update.
-
-
-class Transform:
-    """One part of an update. A hook that a subclass leaves out changes nothing; `own` is the transform's state.
-
-    `name`: of the state; `phase`: one of `program.PHASES`. `by_parameter`: the state has an array for each parameter, and `write` updates
-    it by groups; other states are updated in `reduce` or `judge`. `kept_if_refused`: it is kept although the update is not applied.
-    """
-
-    name: str
-    phase: str
-    by_parameter = False
-    kept_if_refused = False
-    metrics: tuple[Metric, ...] = ()
-
-    @property
-    def recorded(self) -> tuple[Metric, ...]:
-        """Figures in the records of a run, by default `metrics`."""
-        return self.metrics
-
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> "Transform | None":
-        """The transform that a section asks for; None if it asks for none. Gets the section, and what the parameters of the subclass
-        name: settings, and the `device_mesh` (`table.build`).
-        """
-        raise NotImplementedError
-
-    def first(self, params: Parameters) -> tuple[Parameters, Any]:
-        """(parameters as the state holds them, own state before the first update; None if there is none)."""
-        return params, None
-
-    def shardings(self, params: Parameters, mesh: Mesh) -> Any:
-        """A NamedSharding for every leaf of the own state, from the shardings of the parameters: by default whole on every device."""
-        whole = NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda _: whole, self.first(params)[1])
-
-    # Once an update, with what concerns all parameters.
-
-    def loss_scale(self, own: Any) -> Array | float:
-        """Factor of the loss that is differentiated; `reduce` takes it out of the gradient."""
-        return 1.0
-
-    def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Any]:
-        """(figures of the batch, its gradient, own state)."""
-        return sums, gradient, state.extra.get(self.name)
-
-    def judge(self, own: Any, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Any]:
-        """(True if the update must not be applied, own state if it is)."""
-        return jnp.bool_(False), own
-
-    # For each group of parameters: `state` before the update has their part alone.
-
-    def read(self, params: Parameters, own: Any) -> Parameters:
-        """Parameters as the optimizer updates them."""
-        return params
-
-    def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
-        """(updated parameters, own state). `first_row`: of a piece of stacked parameters."""
-        return params, own
-
-    def figures(self, before: Parameters, after: Parameters) -> dict[str, Array]:
-        """Figures of the change, by the names of their metrics."""
-        return {}

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.base.errors import ExitCode
 from maxlm.checkpoint import CheckpointError, manifest
 
-FLIPS = 40
+FLIPS = 20
 
 # Orbax drops coroutines and closes its loop when a load fails.
 pytestmark = [
@@ -215,12 +215,12 @@ def test_a_state_of_another_step_is_not_saved_as_this_one(tmp_path):
         store.close()
 
 
-def test_every_third_bit_of_the_state_metadata_is_damage_or_harmless(tmp_path):
+def test_a_flipped_bit_of_the_state_metadata_is_damage_or_harmless(tmp_path):
     """Orbax believes its own metadata: a flipped bit can make an array a number, or nothing at all."""
     states = with_steps(tmp_path)
     path = tmp_path / "3" / "state" / "_METADATA"
     outcomes = set()
-    for bit in range(1, 350 * 8, 47):
+    for bit in range(1, 350 * 8, 94):
         flip(path, bit)
         restored = open_store(tmp_path).restore(states[1])
         assert bits(restored.state) == bits(states[restored.step])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_cases import bits, layout, make_state
 
-from maxlm.checkpoint.digest import digest
+from maxlm.checkpoint.digest import PIECE, digest, leaf_sums
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "float8_e4m3fn", "complex64"]
 
@@ -17,10 +17,22 @@ def by_hand(words: np.ndarray) -> tuple[int, int]:
     return sum(flat) % 2**32, sum(word * (2 * index + 1) for index, word in enumerate(flat)) % 2**32
 
 
+def by_program(array: jax.Array) -> tuple[int, int]:
+    """As devices compute it; `digest` sums an array on one CPU by NumPy."""
+    plain, weighted = leaf_sums(array)
+    return int(plain), int(weighted)
+
+
 @pytest.mark.parametrize(("dtype", "word"), [("float32", "uint32"), ("bfloat16", "uint16"), ("int8", "uint8")])
 def test_is_what_it_is_said_to_be(dtype, word):
     array = (jax.random.normal(jax.random.key(0), (3, 5, 7)) * 50).astype(dtype)
-    assert digest({"a": array}) == {"a": by_hand(np.asarray(array).view(word))}
+    assert digest({"a": array}) == {"a": by_hand(np.asarray(array).view(word))} == {"a": by_program(array)}
+
+
+@pytest.mark.parametrize("words", [PIECE, PIECE + 1, 3 * PIECE - 1])
+def test_a_long_array_is_summed_in_pieces(words):
+    array = jnp.asarray(np.random.default_rng(words).normal(size=words).astype(np.float32))
+    assert digest({"a": array}) == {"a": by_program(array)}
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8), (4, 2), (2, 2), (1, 1)])
@@ -38,7 +50,8 @@ def test_every_flipped_bit_changes_it(dtype):
         if dtype == "bool" and position % 8:
             continue  # a bool has one bit
         raw[position // 8] ^= 1 << position % 8
-        assert digest({"a": jnp.asarray(array)}) != before, f"bit {position}"
+        found = digest({"a": jnp.asarray(array)})
+        assert found != before and found == {"a": by_program(jnp.asarray(array))}, f"bit {position}"
         raw[position // 8] ^= 1 << position % 8
     assert digest({"a": jnp.asarray(array)}) == before
 

@@ -15,9 +15,10 @@ from maxlm.base.errors import UserError
 from maxlm.cluster import deadline
 
 COMMAND = """
-import signal, sys, threading, time
+import ctypes, signal, sys, threading, time
 from maxlm import __main__, cli
 from maxlm.cluster import deadline
+lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
 
 def command():
     print("ready", flush=True)
@@ -29,7 +30,7 @@ __main__.main()
 SAVING = "[signal.signal(number, lambda *_: None) for number in deadline.SIGNALS]\n    with deadline.allow(deadline.SAVE): "
 IN_PYTHON = "time.sleep(60)"
 IN_C = "threading.Event().wait()"  # Python's handler runs, and nothing comes of it
-IN_C_WITH_THE_LOCK = "sum(range(10**11))"  # no handler runs, and no thread
+IN_C_WITH_THE_LOCK = "lock(mutex), lock(mutex)"  # no handler runs, and no thread: a C function waits and keeps the interpreter's lock
 GRACE = 1.5  # seconds
 
 
@@ -168,7 +169,7 @@ def test_a_command_that_nohup_starts_goes_on_when_its_terminal_is_closed():
     assert [subprocess.run(command, check=False).returncode for command in (ignoring, ignoring[4:])] == [0, 1]
 
 
-def limited(body, seconds=4):
+def limited(body, seconds=3):
     """A command whose silence is limited while it trains, as the watchdog does it."""
     return SAVING + f"\n        deadline.limit_silence({seconds})\n        {body}"
 

@@ -1,9 +1,12 @@
 """The table of capabilities: a record for each file of sections, and what a package of a stranger registers."""
 
+import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,8 +28,9 @@ from maxlm.planning.analytic import Analytic
 from maxlm.planning.layouts import LayoutSpace
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
-from maxlm.training.program import Program, in_order
+from maxlm.training.program import Program
 from maxlm.training.saved_run import open_run
+from maxlm.training.transform import in_order
 
 ONE = dict.fromkeys(AXES, 1)
 
@@ -146,8 +150,26 @@ def test_rules_of_a_section_run_after_those_of_the_sections_before_it():
 
 def test_implementations_exist():
     for one in table.capabilities():
-        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.observers, *one.stored):
+        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.readers, *one.observers, *one.stored):
             assert callable(load_object(place).from_config), one.key
+
+
+BY_NAME = {  # file -> sections that a config may lack and that the file reads by name, each with the reason
+    "run/open_run.py": {"cluster": "the machine, which is compared with the devices"},
+    "training/fits.py": {"optimizer.state": "bytes of the moments, by the rule of the optimizer"},
+    "training/meter.py": {"health": "settings of the judge of every run", "precision.matmul": "the peak that MFU is a share of"},
+    "training/program.py": {"run.profile": "the only section that asks for other options of the compiler"},
+}
+
+
+@pytest.mark.parametrize("file", BY_NAME)
+def test_what_iterates_over_the_table_names_no_section(file):
+    tree = ast.parse((Path(maxlm.__file__).parent / file).read_text(encoding="utf-8"))
+    chains = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {chain.rpartition("config.")[2] for chain in chains if re.match(r"(\w+\.)*config\.", chain)}
+    config = tiny_config()
+    absent = {one.key for one in table.capabilities() if value_of(config, one.key) is None}
+    assert {key for key in absent for one in read if f"{one}.".startswith(f"{key}.")} == set(BY_NAME[file])
 
 
 def test_a_registered_section_is_part_of_a_config(average):
@@ -174,7 +196,8 @@ def test_a_registered_section_is_part_of_the_identity_and_of_the_state(average):
 
 def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
     """It is saved, evaluated and read by other runs; `maxlm plan` counts its bytes, and `maxlm config` shows it."""
-    program = tiny_program(1, train={"steps": 4, "swa": {"every": 2}})
+    model = {"n_layers": 1}
+    program = tiny_program(1, model=model, train={"steps": 4, "swa": {"every": 2}})
     config, run = program.config, RunDirectory(tmp_path, primary=True)
     states = [run_steps(program, steps, first=Program.init)[0] for steps in (2, 4)]
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, table.identity(config, ""))
@@ -193,9 +216,11 @@ def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
     assert table.averages(config) == ("swa",) and "swa" in CliRunner().invoke(app, ["config", str(tmp_path)]).output
 
     layout, mesh = LayoutSpace(config, 1).own(), ONE
-    plain, planned = (Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(), config))
+    plain, planned = (
+        Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(model=model), config)
+    )
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(states[0].extra["swa"]))
-    assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(), mesh)[0].bytes == held
+    assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(model=model), mesh)[0].bytes == held
 
 
 def test_state_lies_where_masters_lie():
@@ -250,6 +275,19 @@ def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkey
     monkeypatch.setattr(StochasticAverage, *named)
     with pytest.raises(UserError, match=message):
         _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
+
+
+def test_a_figure_that_a_transform_does_not_declare_is_an_error_when_the_step_is_traced(average, monkeypatch):
+    program = tiny_program(1, train={"steps": 4, "swa": {"every": 2}})
+    error = r"StochasticAverage \(transform 'swa'\) reports the figure 'spread', which it does not declare: add Metric\('spread', \.\.\.\)"
+    hooks = {
+        "figures": lambda self, before, after: {"spread": 1.0},
+        "reduce": lambda self, state, sums, gradient: (sums._replace(added={**sums.added, "spread": 1.0}), gradient, None),
+    }
+    for name, hook in hooks.items():
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=error):
+            patched.setattr(StochasticAverage, name, hook)
+            program.lower()
 
 
 def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):

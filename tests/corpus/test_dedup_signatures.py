@@ -13,10 +13,10 @@ from maxlm.base.errors import UserError
 from maxlm.corpus.document import Document
 
 pytest.importorskip("duckdb")
-from maxlm.corpus.dedup import minhash, words
+from maxlm.corpus.dedup import signatures as minhash, words
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings
 from maxlm.corpus.dedup.signatures import signatures as of_documents, write_signatures
-from maxlm.corpus.dedup.writing import row_groups
+from maxlm.corpus.dedup.tables import row_groups
 
 TEXTS = [
     "Don't  STOP,\tnow!",

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from maxlm.base.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
+from maxlm.corpus.files import read_shard
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import read_shard
 
 
 def write_corpus(folder):
@@ -161,7 +162,7 @@ class KilledError(Exception):
 
 def run_until(config, monkeypatch, limit):
     """Run until the mark number `limit` is about to be written; to the end if there are fewer."""
-    count, finish = itertools.count(), engine.shards.finish
+    count, finish = itertools.count(), engine.files.finish
 
     def killed(path, mark):
         if next(count) == limit:
@@ -169,7 +170,7 @@ def run_until(config, monkeypatch, limit):
         finish(path, mark)
 
     with monkeypatch.context() as patch, contextlib.suppress(KilledError):
-        patch.setattr(engine.shards, "finish", killed)
+        patch.setattr(engine.files, "finish", killed)
         run(config)
 
 
@@ -180,6 +181,18 @@ OTHERS = {
     "paragraphs for lines": {"deduplicate": {"exact": False, "minhash": None, "paragraphs": {"max_documents": 6}}},
     "no stage": {"deduplicate": None, "decontaminate": None},
 }
+
+
+OWN = {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 6}}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """(folder of a corpus, files of a run with the settings `OWN`)."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_corpus(folder / "raw")
+    run(CorpusSettings.model_validate(settings(folder, folder / "out").model_dump() | OWN))
+    return folder, digest(folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -195,16 +208,14 @@ OTHERS = {
         ("no stage", 99, 1),
     ],
 )
-def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypatch, other, first, second):
+def test_a_run_with_other_settings_in_between_changes_nothing(undisturbed, tmp_path, monkeypatch, other, first, second):
     """Settings A, then B, then A again, with kills between: the bytes of A. Marks 0 to 2 are of the first pass, 3 of a search."""
-    write_corpus(tmp_path / "raw")
-    own = {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 6}}}
-    config, clean = (CorpusSettings.model_validate(settings(tmp_path, tmp_path / name).model_dump() | own) for name in "ab")
-    run(clean)
+    folder, files = undisturbed
+    config = CorpusSettings.model_validate(settings(folder, tmp_path / "out").model_dump() | OWN)
     run_until(config, monkeypatch, first)
     run_until(CorpusSettings.model_validate(config.model_dump() | OTHERS[other]), monkeypatch, second)
     run(config)
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert digest(tmp_path / "out") == files
 
 
 PARTS = {"lines": {"max_documents": 1}, "paragraphs": {"max_documents": 1}, "substrings": {"min_words": 12}}
@@ -306,25 +317,27 @@ def test_no_folder_with_other_files_is_written_to(tmp_path, name, words):
     assert digest(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["removed/4_gopher_rep/00000.jsonl.gz", "marks/mine/a.json", "stages/mine.txt", "documents/mine.jsonl.zst", "report.json"],
-)
-def test_a_folder_in_which_a_run_would_remove_others_files_is_refused(tmp_path, name):
+FOREIGN = ("removed/4_gopher_rep/00000.jsonl.gz", "marks/mine/a.json", "stages/mine.txt", "documents/mine.jsonl.zst", "report.json")
+
+
+def test_a_folder_in_which_a_run_would_remove_others_files_is_refused(tmp_path):
     """Another program's folders may have the same names. What a run does not touch is no reason, nor is what it wrote itself."""
     write_corpus(tmp_path / "raw")
-    config, out = settings(tmp_path, tmp_path / "out"), tmp_path / "out"
+    config, out = settings(tmp_path, tmp_path / "whole"), tmp_path / "out"
     run(config)
     for kept in ("notes.txt", "documents/.DS_Store", "removed/notes.txt"):
-        (out / kept).write_text("mine")
+        (tmp_path / "whole" / kept).write_text("mine")
     run(config.model_copy(update={"run": config.run.model_copy(update={"task_bytes": 10**9})}))
-    assert all((out / kept).read_text() == "mine" for kept in ("notes.txt", "documents/.DS_Store", "removed/notes.txt"))
-    (out / name).parent.mkdir(parents=True, exist_ok=True)
-    (out / name).write_text("[1]")
-    before = digest(tmp_path)
-    with pytest.raises(UserError, match=rf"not of `maxlm corpus run`, such as {name}, which would be lost"):
-        engine.make_plan(config)
-    assert digest(tmp_path) == before
+    assert all((tmp_path / "whole" / kept).read_text() == "mine" for kept in ("notes.txt", "documents/.DS_Store", "removed/notes.txt"))
+    for name in FOREIGN:
+        shutil.copytree(tmp_path / "whole", out)
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("[1]")
+        before = digest(tmp_path)
+        with pytest.raises(UserError, match=rf"not of `maxlm corpus run`, such as {name}, which would be lost"):
+            engine.make_plan(config.model_copy(update={"output": str(out)}))
+        assert digest(tmp_path) == before
+        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize("listed", ["raw", "r*", "raw/deep"])

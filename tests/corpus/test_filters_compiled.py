@@ -10,11 +10,11 @@ import pytest
 from filter_texts import sentence
 
 from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.files import line_of
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.lines import MAX_UPPERCASE, BoilerplateFilter, BoilerplateSettings, Phrases, is_pattern, keep_lines
 from maxlm.corpus.filters.statistics import TextStatistics
-from maxlm.corpus.shards import line_of
 from maxlm.corpus.urls import split_url
 
 LINES = """

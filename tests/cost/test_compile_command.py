@@ -18,11 +18,11 @@ from tiny import tiny_config
 from maxlm import cli
 from maxlm.compiler import aot, program_cache
 from maxlm.config import UserError, load
-from maxlm.cost import advice, compile_command
+from maxlm.cost import advice, compile_command, compile_report, verify
 from maxlm.cost.compile_command import load_for_machine
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.model_shapes import parameter_leaves
-from maxlm.cost.verify import Verdict
+from maxlm.cost.verify import Verdict, step_of
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
@@ -35,8 +35,6 @@ train: {steps: 10, global_batch: 8}
 
 HUGE = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=4096", "data.seq_len=512"]
 HUGE += ["model.vocab_size=1024", "model.d_model=256", "model.n_layers=4", "model.d_ff=512"]
-# Too large by its many small layers, which are one loop of the program
-DEEP = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=32", "model.n_layers=4096"]
 GIB = 2**30
 
 needs_libtpu = pytest.mark.skipif(
@@ -118,8 +116,15 @@ def test_the_report_adds_up(capfd, request, arguments, devices, mesh):
 
 
 @needs_libtpu
-def test_the_use_of_links_is_that_of_the_same_step(capfd, folder, report):
+def test_the_use_of_links_is_that_of_the_same_step(capfd, folder, report, monkeypatch):
     """`bench-comm --during-training` of the program of the report above: its time, what it exposes, and every dim of the torus."""
+    steps = []
+
+    def step_once(program, topology):
+        steps.append(steps[0] if steps else step_of(program, topology))
+        return steps[0]
+
+    monkeypatch.setattr(verify, "step_of", step_once)
     asked = ("--during-training", "tiny", "--topology", "v5e:2x2", "--out", "links.png")
     code, out, _ = run(capfd, *asked, "--json", verb="bench-comm")
     found = json.loads(out)
@@ -174,17 +179,21 @@ def test_a_step_that_does_not_fit_is_told_what_would(capfd):
     assert "It would fit with, each checked by compiling:" in page
 
 
+REFUSED = aot.CompiledStep("", None, 40 * GIB, 16 * GIB, 1.0)
+
+
 @needs_libtpu
 def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
-    """The real compiler refuses the step; what was tried then is left to a stand-in that takes four microbatches or more."""
+    """A stand-in for the compiler refuses the step, and takes one of four microbatches or more."""
 
     def stand_in(self, config, topology):
         return Verdict(
             64 * GIB // config.train.microbatches, 16 * GIB, (1.0,) if config.train.microbatches >= 4 else None, 1.0, cached=False
         )
 
+    monkeypatch.setattr(compile_report, "step_of", lambda *_, **__: REFUSED)
     monkeypatch.setattr(advice.Compiler, "__call__", stand_in)
-    code, out, _ = run(capfd, *DEEP, "--json", "--machine-code")
+    code, out, _ = run(capfd, "tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=32", "--json")
     report = json.loads(out)
     hbm = report["hbm"]
     assert (code, report["fits"], report["time"]) == (2, False, None)
@@ -244,7 +253,9 @@ def test_a_suggestion_at_which_the_compiler_fails_is_one_less(monkeypatch):
 
 
 @needs_libtpu
-def test_a_model_no_mesh_holds_is_told_by_how_much(capfd):
+def test_a_model_no_mesh_holds_is_told_by_how_much(capfd, monkeypatch):
+    """A stand-in for the compiler refuses the step."""
+    monkeypatch.setattr(compile_report, "step_of", lambda *_, **__: REFUSED)
     arguments = ["model.d_model=512", "model.n_layers=8192", "model.d_ff=1024"]
     code, page, _ = run(capfd, "tiny", "--topology", "v5e:2x2", *arguments)
     assert code == 2

@@ -141,7 +141,7 @@ def test_formats_of_a_chip(chip):
     ],
 )
 def test_mfu_is_a_share_of_the_peak_of_the_format_that_multiplies(matmul, format):
-    assert mfu_format(tiny_config(precision={"compute": "bfloat16", "matmul": matmul})) == format
+    assert mfu_format(tiny_config(precision={"compute": "bfloat16", "matmul": matmul}).precision.matmul) == format
 
 
 ROWS, WIDE, DEEP = 512, 64, 128  # of the tiny model, on one device

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import tiny_config
+from tiny import first_state, tiny_config
 
 from maxlm.cost.memory import _BufferNames, kept_sizes, state_parts
 from maxlm.hlo.liveness import at_peak
@@ -114,7 +114,7 @@ def test_the_state_is_what_the_devices_hold(mesh):
     def held(tree):
         return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == device)
 
-    state = program.init()
+    state = first_state(program)
     assert (parameters, optimizer) == (held(state.params), held(state.opt_state))
     assert optimizer == 2 * parameters + 8  # two moments, and two counters
     if not mesh:

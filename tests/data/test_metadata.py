@@ -137,7 +137,7 @@ def test_odd_numbers_are_kept_and_compared_as_numbers_or_refused(tmp_path):
     assert found.chosen(["a >= 1"], "").tolist() == [True, False, True]
     assert found.chosen(["a <= 99999999999999999999"], "").all()
     assert found.chosen([f"b in 7 | {2**64}"], "").tolist() == [True, True, False]
-    with pytest.raises(ConfigError, match=r"numbers beside text, and text comes in the order of its letters .*`c >= 5`"):
+    with pytest.raises(ConfigError, match=r"text and numbers, and text comes in the order of its letters .*`c >= 5`"):
         found.chosen(["c >= 5"], "where")
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import Mesh
 from small_run import command, environment, free_port
 
+from maxlm import cli
 from maxlm.base.errors import UserError
 from maxlm.cost.mesh_links import bus_limit
 from maxlm.diagnostics.comm import arguments as sizes, bench_command, measure as measuring
@@ -98,7 +100,13 @@ def test_a_size_is_of_the_full_buffer_in_whole_shares(operation, n, size):
     assert rows == (1 if operation.name == "all-gather" else n)
 
 
-def test_every_operation_axis_and_size_has_a_row(mesh):
+@pytest.fixture
+def short(monkeypatch):
+    """Runs of 2 ms: figures of no worth, which come at once."""
+    monkeypatch.setattr(measuring, "RUN_SECONDS", 0.002)
+
+
+def test_every_operation_axis_and_size_has_a_row(mesh, short):
     rows = list(measure(mesh, list(OPERATIONS.values())[:2], [KB, 4 * KB]))
     assert Counter((row.axis, row.operation, row.bytes) for row in rows) == Counter(
         (axis, name, size) for axis in ("data", "fsdp") for name in list(OPERATIONS)[:2] for size in (KB, 4 * KB)
@@ -106,7 +114,7 @@ def test_every_operation_axis_and_size_has_a_row(mesh):
     assert all(row.seconds > 0 for row in rows)
 
 
-def test_a_row_has_the_limit_of_its_axis():
+def test_a_row_has_the_limit_of_its_axis(short):
     request = Request(*Request.mesh_of(["mesh.data=2", "mesh.fsdp=4"]), ("all-reduce", "permute"), (KB,))
     done = bench_command._measure(request, ["host"], lambda mesh, axis, *_: 1e9 if axis == "data" else None, None)
     assert {(row.axis, row.operation): row.limit for row in done.rows} == {
@@ -207,25 +215,38 @@ def test_processes_of_one_host_are_within_it():
     assert bus_limit(mesh, "fsdp", "permute", 1.0, ["one"] * 4 + ["two"] * 4) == pytest.approx(NIC, rel=1e-3)
 
 
-def bench(*arguments, devices=4, **extra):
+def bench(*arguments, devices):
     return fork_server.run(
-        command("bench-comm", *arguments), env=environment(devices, **extra), capture_output=True, text=True, check=False, timeout=180
+        command("bench-comm", *arguments), env=environment(devices), capture_output=True, text=True, check=False, timeout=180
     )
+
+
+@pytest.fixture
+def here(monkeypatch, capfd, short):
+    """`maxlm bench-comm` in this process, on its 8 devices: exit code and what it prints."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["maxlm", "bench-comm", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), *capfd.readouterr()
+
+    return run
 
 
 SMALL = ("--largest", "4KB", "--operation", "all-to-all", "--operation", "permute")
 
 
-def test_a_mesh_becomes_a_table_and_a_picture(tmp_path):
+def test_a_mesh_becomes_a_table_and_a_picture(tmp_path, here):
     picture = tmp_path / "seen.png"
-    done = bench("mesh.data=2", "mesh.tensor=2", "mesh.fsdp=1", *SMALL, "--out", str(picture))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    for axis in ("data", "tensor"):
-        assert sum(line.startswith(f"{axis}, 2 devices") for line in lines) == 1
-    assert [name for name in OPERATIONS if name in done.stdout] == ["all-to-all", "permute"]
+    code, out, err = here("mesh.data=2", "mesh.tensor=4", "mesh.fsdp=1", *SMALL, "--out", str(picture))
+    assert code == 0, err
+    lines = out.splitlines()
+    for axis, size in (("data", 2), ("tensor", 4)):
+        assert sum(line.startswith(f"{axis}, {size} devices") for line in lines) == 1
+    assert [name for name in OPERATIONS if name in out] == ["all-to-all", "permute"]
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["KB"]] == [["1", "KB"], ["4", "KB"]] * 2
-    assert "not known, so no limit is shown" in done.stdout, "a CPU's links are not guessed at"
+    assert "not known, so no limit is shown" in out, "a CPU's links are not guessed at"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
@@ -252,7 +273,7 @@ def test_two_processes_print_one_json_object_of_the_slower_one():
 
 
 def test_the_mesh_of_a_config_is_taken():
-    done = bench("runs/quickstart", "mesh.data=2", "mesh.fsdp=2", "--largest", "1KB", "--operation", "permute", "--json")
+    done = bench("runs/quickstart", "mesh.data=2", "mesh.fsdp=2", "--largest", "1KB", "--operation", "permute", "--json", devices=4)
     assert done.returncode == 0, done.stderr
     assert [row["axis"] for row in json.loads(done.stdout)["rows"]] == ["data", "fsdp"]
 
@@ -272,17 +293,17 @@ def test_a_size_that_memory_does_not_hold_is_left_out():
         (["--smallest", "1MB", "--largest", "1KB"], "--smallest = 1MB: is more than --largest = 1KB"),
         (["train.steps=3"], "train.steps=3: without a CONFIG only the mesh can be set"),
         (["mesh.dota=2"], "mesh.dota"),
-        (["mesh.data=3"], "the product of the axes must be the number of devices, 4"),
+        (["mesh.data=3"], "the product of the axes must be the number of devices, 8"),
         (["runs/nothing"], "config runs/nothing does not exist"),
         (["runs/quickstart", "runs/other"], "give one CONFIG"),
         (["--out", "nowhere/at/all.png"], "there is no folder"),
         (["--smallest", "900TB", "--largest", "900TB"], "not even that fits the devices' memory"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said):
-    done = bench(*arguments)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "") and said in line
+def test_bad_input_is_one_line(arguments, said, here):
+    code, out, err = here(*arguments)
+    (line,) = err.splitlines()
+    assert (code, out) == (2, "") and said in line
 
 
 def test_one_device_has_nobody_to_talk_to():

@@ -7,8 +7,9 @@ from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.loader import dump
-from maxlm.diagnostics.inspect_data import _next_start
+from maxlm.diagnostics import inspect_data
 from maxlm.training.rollback import Journal
+from maxlm.training.saved_run import SavedRun
 
 
 @pytest.fixture
@@ -18,6 +19,11 @@ def saved(monkeypatch):
     for name in ("positions", "positions_here"):
         monkeypatch.setattr(Checkpoints, name, lambda self: found.get(Path(str(self.directory)).parent, {}))
     return found
+
+
+def _next_start(config, folder):
+    leave_out = config.health.leave_out if config.health is not None else ()
+    return inspect_data._next_start(None if folder is None else SavedRun(folder, config), leave_out, config.train.branch_from)
 
 
 def test_what_a_roll_back_has_taken_back_is_not_shown(tmp_path, saved):

@@ -10,8 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from tiny import tiny_config
 
 from maxlm.config import UserError
-from maxlm.evaluation.packing import pack, row_length, rows_of
-from maxlm.evaluation.requests import Request, Window, likelihood_window, rolling_windows
+from maxlm.evaluation.requests import Request, Window, likelihood_window, pack, rolling_windows, row_length, rows_of
 from maxlm.evaluation.scoring import Scorer
 from maxlm.kernels.linear_cross_entropy import logits, token_scores
 from maxlm.models import bind, init_model_state, init_parameters, parameter_specs

@@ -9,7 +9,8 @@ from jaxtyping import Array
 from maxlm.config.capability import Capability, Inert, Problems, State, keeps
 from maxlm.config.fields import Fraction, Positive, Section
 from maxlm.models import Parameters
-from maxlm.training.step import TrainState, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 
 class SwaConfig(Section):

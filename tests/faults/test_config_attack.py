@@ -1,10 +1,10 @@
 """Mutated configs and command lines: refused by one line, or accepted as written. The same program attacks with 5,000 of them."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 PROGRAM = Path(__file__).resolve().with_name("attack_config.py")
@@ -23,7 +23,7 @@ def attack_config(tmp_path, monkeypatch):
 
 def attacked(folder: Path, *arguments: str) -> None:
     """In a process of its own: it measures its processor time, which jax's threads would use up here."""
-    answer = subprocess.run([sys.executable, str(PROGRAM), *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    answer = fork_server.run([sys.executable, str(PROGRAM), *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
 
 

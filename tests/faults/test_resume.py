@@ -4,12 +4,19 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import fork_server
 import numpy as np
 import pytest
 from small_run import (
     checkpoint_steps,
     child,
+    command,
+    environment,
     events,
     exact,
     finish,
@@ -21,11 +28,12 @@ from small_run import (
     wait_for_step,
 )
 
+from maxlm.supervision import launch
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import read_processes
 from maxlm.telemetry.run_dir import RunDirectory
 
-STEPS = 120
+STEPS = 80
 RATE = "optimizer.peak_lr=1e-3"  # so low that training does not multiply the rounding of other layouts
 
 
@@ -45,17 +53,33 @@ def workspace(straight, tmp_path):
     return folder
 
 
-def test_kill_9_and_restart_changes_no_bit(straight, workspace):
+def test_kill_9_and_restart_changes_no_bit(straight, workspace, monkeypatch):
     """The supervisor starts it again, and the losses and every number of the state are those of a run that was left alone."""
-    process = start(workspace, f"train.steps={STEPS}", "checkpoint.every_steps=10", RATE, under=("launch", "--backoff", "0.1", "--"))
-    for reached in (13, 31):
-        wait_for_step(workspace, reached, process)
-        wait_for_checkpoint(workspace, reached // 10 * 10, process)
-        os.kill(child(process), signal.SIGKILL)
-    killed_at = metrics(workspace)[-1]["step"]
-    assert 31 <= killed_at < STEPS, "the run must be killed in the middle"
-    printed = finish(process)
-    assert "was killed by SIGKILL after step" in printed
+    attempts, said, output = [], [], workspace / "output"
+
+    def begin(run, *, env, **how):
+        with output.open("a") as file:
+            environ = {**env, "XLA_FLAGS": environment()["XLA_FLAGS"]}
+            attempts.append(fork_server.Popen(run, cwd=workspace, env=environ, stdout=file, stderr=file, **how))
+        return attempts[-1]
+
+    def kill():
+        until = time.monotonic() + 60
+        for number, reached in enumerate((13, 31)):
+            while len(attempts) == number and time.monotonic() < until:
+                time.sleep(0.01)
+            wait_for_step(workspace, reached, attempts[-1])
+            wait_for_checkpoint(workspace, reached // 10 * 10, attempts[-1])
+            attempts[-1].kill()
+        return metrics(workspace)[-1]["step"]
+
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": begin}))
+    run = command("train", "small.yml", f"train.steps={STEPS}", "checkpoint.every_steps=10", RATE)
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        assert launch.Supervisor(run, restarts=5, backoff=0.1, say=said.append).run() == 0, output.read_text()
+    assert 31 <= killed.result() < STEPS, "the run must be killed in the middle"
+    assert "was killed by SIGKILL after step" in said[0]
     restored = [event["step"] for event in events(workspace, "restore")]
     assert len(restored) == 2
     assert 0 < restored[0] < restored[1]
@@ -68,7 +92,7 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
     assert ledger.attempts == len(processes) == 3
     spent = [part for part in ("step", "lost", "init", "compile", "restore", "save", "down") if ledger.seconds[part] == 0]
     assert not spent, ledger
-    assert "in 3 attempts: " in printed
+    assert "in 3 attempts: " in output.read_text()
 
 
 @pytest.mark.soak
@@ -137,16 +161,20 @@ def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh
 
 SPLITS = {
     "one": (),
+    "fsdp": ("mesh.fsdp=2",),
     "tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
     "stage": ("mesh.data=1", "mesh.fsdp=2", "mesh.stage=2", "mesh.zero=1"),
     "context": ("mesh.data=1", "mesh.fsdp=2", "mesh.context=2", "mesh.zero=2"),
 }
 
 
-DEVICES = {"one": 1, "tensor": 8, "stage": 4, "context": 4}
+DEVICES = {"one": 1, "fsdp": 2, "tensor": 8, "stage": 4, "context": 4}
 
 
-@pytest.mark.parametrize(("first", "then"), [pytest.param("one", "tensor", marks=pytest.mark.soak), ("stage", "context")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("one", "fsdp"), pytest.param("one", "tensor", marks=pytest.mark.soak), pytest.param("stage", "context", marks=pytest.mark.soak)],
+)
 def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10", RATE)
     process = start(workspace, *settings, *SPLITS[first], devices=DEVICES[first])

@@ -5,7 +5,20 @@ import random
 import fuzz
 import jax
 import pytest
-from compared_meshes import CHECKS, STEPS, Case, Failure, Judged, draw_case, on_one_device, same_on_the_mesh, sees_microbatches, updates
+from compared_meshes import (
+    CHECKS,
+    STEPS,
+    Case,
+    Failure,
+    Judged,
+    bounded,
+    draw_case,
+    on_one_device,
+    resumed,
+    same_on_the_mesh,
+    sees_microbatches,
+    updates,
+)
 from drawn_configs import BASE, NOT_DRAWN, SETTINGS, VALUES, CannotDrawError, build, changed, devices_of, draw_field, get, settings
 
 from maxlm.config.schema import Config
@@ -70,11 +83,21 @@ def test_a_failure_is_reduced_to_what_it_needs(tmp_path):
     assert fuzz.read(file) == least
 
 
+def fixed_case():
+    return Judged(Case(BASE | {"mesh": {"fsdp": 1, "tensor": 2}}, {"mesh": {"fsdp": 1}}))
+
+
 def test_a_fixed_case_passes_and_notices_a_change_of_the_mesh():
-    """All checks of one small case, resumed on one device; a state that differs by a thousandth on the mesh fails the comparison."""
-    judged = Judged(Case(BASE | {"mesh": {"fsdp": 1, "tensor": 2}}, {"mesh": {"fsdp": 1}}))
-    assert {name: told for name, check in CHECKS.items() if (told := check(judged))} == {}
+    """A small case on a mesh, and resumed on one device; a state that differs by a thousandth on the mesh fails the comparison."""
+    judged = fixed_case()
+    assert {check.__name__: told for check in (same_on_the_mesh, bounded, resumed) if (told := check(judged))} == {}
     changed_first = jax.tree.map(lambda leaf: (leaf * (1 + 1e-3)).astype(leaf.dtype), judged.first)
     judged.spread = updates(judged.mesh, changed_first, 0, STEPS)
     told = same_on_the_mesh(judged)
     assert "noise" in told and "params" in told
+
+
+@pytest.mark.soak
+def test_a_fixed_case_passes_every_check():
+    judged = fixed_case()
+    assert {name: told for name, check in CHECKS.items() if (told := check(judged))} == {}

@@ -1,11 +1,20 @@
 """A cloud that is not there: what stands in for its commands, and what a user's folder and the documentation say."""
 
+import contextlib
+import functools
+import io
 import os
 import re
+import runpy
+import select
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("gcloud", "kubectl", "srun", "scontrol", "sbatch", "docker", "systemctl", "systemd-run", "sleep")
@@ -26,17 +35,70 @@ NOT_IN_DOCS = (
     "gcp/maxlm-gcp delete runs/llama3-8b-tpu7x-128 --bucket gs://mine --gke",
 )
 
-# Stands for the Python of maxlm-gcp. To read a config takes half a second, and most tests read the same one: it remembers what came of it.
-REMEMBERING = """#!/usr/bin/env bash
-if [[ $1 != */settings.py ]]; then exec {python} "$@"; fi
-known={memory}/$(printf '%s\\n' "${{@:4}}" | md5sum | cut -c1-32)
-if [[ ! -e $known/code ]]; then
-  mkdir -p "$known.$$" && touch "$3"
-  {python} "$@" >"$known.$$/out" 2>"$known.$$/err"; echo $? >"$known.$$/code"
-  cp "$3" "$known.$$/config"; mv -T "$known.$$" "$known" 2>/dev/null || rm -r "$known.$$"
+# Stands for the Python of maxlm-gcp and of hosts: to import maxlm and to read a config takes a second, so a process that has imported it
+# (`serve_python`) does what Python is asked to do. `settings.py`, to which most tests give the same words, is asked once.
+PYTHON = """#!/usr/bin/env bash
+text='' known="${{*:4}}" known="{memory}/settings/${{known// /,}}"
+if [[ $1 == - || $1 == -c ]]; then IFS= read -r -d '' text; fi
+if [[ $1 != */settings.py || ! -e $known/code ]]; then
+  [[ $1 != */settings.py ]] || touch "$3"
+  exec 4<>"/dev/tcp/127.0.0.1/$(<{memory}/port.{pid})"
+  {{ env -0; printf '\\0'; printf '%s\\0' "$PWD" "$text" "$#" "$@"; }} >&4
+  for name in code out err; do IFS= read -r -d '' "$name" <&4; done
+  if [[ $1 == */settings.py ]]; then
+    IFS= read -r -d '' config <"$3"
+    mkdir -p "$known.$$"
+    for name in out err config code; do printf %s "${{!name}}" >"$known.$$/$name"; done
+    mv -T "$known.$$" "$known" 2>/dev/null || rm -r "$known.$$"
+  fi
+else
+  for name in code out err config; do IFS= read -r -d '' "$name" <"$known/$name"; done
+  printf %s "$config" >"$3"
 fi
-cat "$known/out"; cat "$known/err" >&2; cp "$known/config" "$3"; exit "$(<"$known/code")"
+printf %s "$out"; printf %s "$err" >&2; exit "$code"
 """
+
+
+def serve_python() -> None:
+    """Run what the script above is asked to run, each time in a fork of this process, until stdin ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while select.select([listener, sys.stdin], [], [])[0] != [sys.stdin]:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rwb") as stream:
+                if (pid := os.fork()) == 0:
+                    stream.write(b"".join(str(part).encode() + b"\0" for part in _answer(stream)))
+                    stream.flush()
+                    os._exit(0)
+            os.waitpid(pid, 0)
+
+
+def _answer(stream: BinaryIO) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of what `stream` asks for."""
+    word = functools.partial(_word, stream)
+    os.environ.clear()
+    os.environ.update(pair.split("=", 1) for pair in iter(word, ""))
+    os.chdir(word())
+    text = word()
+    sys.argv = [word() for _ in range(int(word()))]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if sys.argv[0] in ("-", "-c"):
+                sys.stdin = io.StringIO(text)
+                exec(text if sys.argv[0] == "-" else sys.argv[1], {"__name__": "__main__"})
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()
+
+
+def _word(stream: BinaryIO) -> str:
+    return b"".join(iter(lambda: stream.read(1), b"\0")).decode()
 
 
 class Cloud:
@@ -47,20 +109,23 @@ class Cloud:
         self.bucket = home / "buckets" / "mine"
         binaries = home / "bin"
         binaries.mkdir(parents=True)
-        stand_in = binaries / "stand_in.py"
-        source = (ROOT / "tests/gcp/stand_in.py").read_text()
-        stand_in.write_text(f"#!{sys.executable} -IS\n{source}")
+        stand_in = binaries / "stand_in.sh"
+        source = (ROOT / "tests/gcp/stand_in.sh").read_text()
+        stand_in.write_text(f"#!{shutil.which('bash')}\n{source}")
         stand_in.chmod(0o755)
         for name in COMMANDS:
             (binaries / name).symlink_to(stand_in)
         path = f"{binaries}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "STAND_IN": str(home), "MAXLM_PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+        self.environment["PYTHON_OF_TESTS"] = str(python)  # where a stand-in takes the place of MAXLM_PYTHON
         self._rules: list[str] = []
 
-    def answer(self, match: str, out: str = "", err: str = "", code: int = 0, times: int = -1, wait: float = 0) -> None:
+    def answer(self, match: str, out: str = "", err: str = "", code: int = 0, times: int = -1, wait: int = 0) -> None:
         """Set the answer of the next `times` calls that contain `match` (-1: all); earlier rules come first."""
         self._rules.append("\x1f".join([match, str(times), str(code), str(wait), out, err]) + "\x1e")
         (self.home / "answers").write_text("".join(self._rules))
+        shutil.rmtree(self.home / "used", ignore_errors=True)
+        (self.home / "used").mkdir()
 
     def no_answers(self) -> None:
         self._rules = []

@@ -7,10 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
-from absent_cloud import REMEMBERING, ROOT, Cloud, run_dry
+from absent_cloud import PYTHON, ROOT, Cloud, run_dry
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +37,14 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory, shared) -> Path:
+def python(tmp_path_factory, shared) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("python") / "python"
-    path.write_text(REMEMBERING.format(python=sys.executable, memory=shared))
+    path.write_text(PYTHON.format(memory=shared, pid=os.getpid()))
     path.chmod(0o755)
-    return path
+    command = [sys.executable, "-c", "import absent_cloud; absent_cloud.serve_python()"]
+    with fork_server.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        (shared / f"port.{os.getpid()}").write_text(server.stdout.readline())
+        yield path
 
 
 @pytest.fixture

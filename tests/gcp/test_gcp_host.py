@@ -14,16 +14,16 @@ RUN = "runs/llama3-8b-v5p-128"
 SECRET = "hf_never_to_be_seen"
 CLUSTER_SECRET = "0123456789abcdef" * 4
 # Stands in for the Python that has maxlm: `-m maxlm launch ...` writes a run directory and does as BEHAVE says; all else is Python.
-MAXLM = f"""#!/usr/bin/env bash
-if [[ $1 != -m ]]; then exec {sys.executable} "$@"; fi
+MAXLM = """#!/usr/bin/env bash
+if [[ $1 != -m ]]; then exec "$PYTHON_OF_TESTS" "$@"; fi
 printf '%s\\n' "$@" > launched
-printf '%s' "${{HF_TOKEN:-none}}" > seen-secret
+printf '%s' "${HF_TOKEN:-none}" > seen-secret
 printf '%s' "$MAXLM_CLUSTER_SECRET" > seen-cluster-secret
 mkdir -p runs/llama3-8b-v5p-128
-echo '{{"step":1}}' >> runs/llama3-8b-v5p-128/metrics.jsonl
+echo '{"step":1}' >> runs/llama3-8b-v5p-128/metrics.jsonl
 case $BEHAVE in
   wait) trap 'echo saved >> runs/llama3-8b-v5p-128/metrics.jsonl; exit 3' TERM; touch ready; while true; do /bin/sleep 0.05; done ;;
-  until*) while [[ ! -e go ]]; do /bin/sleep 0.05; done; exit "${{BEHAVE#until }}" ;;
+  until*) while [[ ! -e go ]]; do /bin/sleep 0.05; done; exit "${BEHAVE#until }" ;;
   *) exit "$BEHAVE" ;;
 esac
 """

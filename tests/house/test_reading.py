@@ -21,7 +21,7 @@ from maxlm.models.stack import layer_groups
 from maxlm.training.step import build_train_step
 
 PAGE = ROOT / "docs" / "reading.md"
-MAX_FILES, MAX_LINES = 10, 1040
+MAX_FILES, MAX_LINES = 9, 960
 LEFT_OUT = ("maxlm/kernels/", "maxlm/config/schema.py", "maxlm/config/sections/", "maxlm/config/layer_parts.py")  # kernels, settings
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 

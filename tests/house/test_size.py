@@ -1,10 +1,11 @@
 """Small rooms: no file, no function and no config grows until nobody can hold it in mind."""
 
 import ast
+from collections.abc import Iterable
 from typing import get_args
 
 from pydantic import BaseModel
-from source_files import ROOT, SOURCES
+from source_files import ROOT, SOURCES, nodes_of
 
 from maxlm.config.schema import Config
 
@@ -29,18 +30,21 @@ def test_files_and_their_functions_are_small():
         limit = KERNEL_LINES if path.is_relative_to(ROOT / "kernels") else FILE_LINES
         if (lines := len(text.splitlines())) > limit:
             long_files[name] = lines
-        long_functions |= {(name, function): lines for function, lines in function_lengths(text).items() if lines > FUNCTION_LINES}
+        long_functions |= {
+            (name, function): lines for function, lines in function_lengths(nodes_of(path)).items() if lines > FUNCTION_LINES
+        }
     assert long_files == {} and long_functions == {}
 
 
-def function_lengths(text: str) -> dict[str, int]:
+def function_lengths(nodes: Iterable[ast.AST]) -> dict[str, int]:
     """Lines of every function, decorators and what it defines inside included."""
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {node.name: node.end_lineno - min([node.lineno, *(d.lineno for d in node.decorator_list)]) + 1 for node in functions}
 
 
 def test_lengths_are_counted():
-    assert function_lengths("@x\n@y\ndef f():\n    def g():\n        pass\n    return g\n") == {"f": 6, "g": 2}
+    source = "@x\n@y\ndef f():\n    def g():\n        pass\n    return g\n"
+    assert function_lengths(ast.walk(ast.parse(source))) == {"f": 6, "g": 2}
 
 
 def sections_in(annotation: object) -> list[type[BaseModel]]:

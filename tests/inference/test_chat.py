@@ -144,7 +144,7 @@ def test_samples_of_a_run_are_answers(run, asked, monkeypatch, tmp_path, place):
     params = {"any": jax.device_put(0, jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()))}
     monkeypatch.setattr(SavedRun, "text_tokenizer", lambda _: open_tokenizer(str(folder / "tokenizer")))
     said = io.StringIO()
-    text.print_samples(config, folder / place, params, {}, Console(file=said, width=200), stopped=lambda: False)
+    text.print_samples(SavedRun(folder / place, config), params, {}, Console(file=said, width=200), stopped=lambda: False)
     if place:
         assert "no samples: --chat: " in said.getvalue()
         return

@@ -31,8 +31,8 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     monkeypatch.setattr(text.SavedRun, "text_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(text, "_continue", lambda *arguments: asked.append(arguments[-2].max_new_tokens) or ["!"])
     said = io.StringIO()
-    found = text.print_samples(config, tmp_path, params, {}, Console(file=said, width=200), stopped=lambda: False)
+    found = text.print_samples(text.SavedRun(tmp_path, config), params, {}, Console(file=said, width=200), stopped=lambda: False)
     assert found == {"a" * 20: "!", "a" * 40: None}
-    assert text.print_samples(config, tmp_path, params, {}, Console(file=said), stopped=lambda: True) == {}
+    assert text.print_samples(text.SavedRun(tmp_path, config), params, {}, Console(file=said), stopped=lambda: True) == {}
     assert asked == [11], "after the token before the prompt"
     assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

@@ -9,9 +9,8 @@ import pytest
 
 from maxlm.base.errors import LONGEST, UserError
 from maxlm.config.schema import ModelConfig
-from maxlm.interop.hf_config import read_config
-from maxlm.interop.hf_export_config import family_of
-from maxlm.interop.known_keys import NEUTRAL
+from maxlm.interop.families.keys import NEUTRAL
+from maxlm.interop.hf_config import family_of, read_config
 from maxlm.interop.published_files import ends_of, read_object, write_object
 
 GOLDEN = Path(__file__).parent / "golden"

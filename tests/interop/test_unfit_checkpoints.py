@@ -8,7 +8,7 @@ from tiny import drawn_parameters, tiny_config, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.loader import dump
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.interop.averaging import average
 from maxlm.interop.exporting import export_model
 from maxlm.run.reference_file import source_now

@@ -30,6 +30,9 @@ fit: {samples: 20}
 """
 
 
+dump_once = lru_cache(maxsize=256)(dump)  # a config takes 10 ms, and tests write a dozen, some of them again and again
+
+
 def write_ladder(folder: Path, text: str = LADDER) -> Path:
     """A ladder file and its base in `folder`, which is to be the working folder."""
     (folder / "base.yml").write_text(BASE)
@@ -55,7 +58,7 @@ def end_run(folder: Path, rung: Rung, loss: float | None = None, reason: str = "
     """Write the files that a run leaves behind."""
     path = folder / "runs" / rung.name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.yml").write_text(dump(rung.config))
+    (path / "config.yml").write_text(dump_once(rung.config))
     events = [{"kind": "start", "step": 0, "time": 100.0}]
     stop = {
         "kind": "stop",

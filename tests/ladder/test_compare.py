@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from ladder_folder import LADDER, end_run, write_ladder
+from ladder_folder import LADDER, dump_once, end_run, write_ladder
 
 from maxlm.base.errors import UserError
 from maxlm.config.loader import load
@@ -52,6 +52,7 @@ def here(tmp_path, monkeypatch):
             return 0
 
     monkeypatch.setattr(runs, "Supervisor", Supervisor)
+    monkeypatch.setattr(runs, "dump", dump_once)
     return tmp_path, names
 
 

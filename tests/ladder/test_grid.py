@@ -5,7 +5,7 @@ from ladder_folder import LADDER, rungs_of, write_ladder
 
 from maxlm.base.errors import UserError
 from maxlm.ladder.grid import token_costs
-from maxlm.models.counts import count_parameters, step_flops, token_flops
+from maxlm.models.counts import count_parameters, token_flops
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def test_sizes_keep_the_proportions_of_the_base(here):
     model = rungs["d-tokens1M"].config.model
     assert (model.d_model, model.n_layers, model.head_dim, model.n_heads, model.n_kv_heads, model.d_ff) == (128, 4, 16, 8, 4, 256)
     one = rungs["d-tokens1M"]
-    assert one.parameters == count_parameters(model) and one.flops == step_flops(one.config) * one.config.total_steps
+    assert one.parameters == count_parameters(model) and one.flops == token_flops(model, one.config.data.seq_len) * one.config.total_tokens
     assert abs(one.tokens - 1e6) <= one.config.tokens_per_step / 2
     flops = [rung.flops for rung in rungs_of(write_ladder(here))]
     assert flops == sorted(flops), "smallest first"

@@ -7,19 +7,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
+from ladder_folder import LADDER, dump_once, end_all, end_run, rungs_of, write_ladder
 
 from maxlm.base.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.ladder import analysis, ladder_command, runs
 from maxlm.ladder.fits import Fit
 from maxlm.ladder.ladder_command import Options
+from maxlm.ladder.page import page
 from maxlm.ladder.runs import Found
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
+    """An empty working folder; plots take long, so only a test that reads a page writes one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "dump", dump_once)
+    monkeypatch.setattr(ladder_command, "page", lambda *_: "")
     return tmp_path
 
 
@@ -52,17 +56,19 @@ def call(file, **options):
     return said
 
 
-def test_the_largest_size_is_predicted_and_the_page_written(here, trained, capsys):
+def test_the_largest_size_is_predicted_and_the_page_written(here, trained, monkeypatch, capsys):
     file = write_ladder(here)
-    call(file)
+    with monkeypatch.context() as patched:
+        patched.setattr(ladder_command, "page", page)
+        call(file)
     assert trained[0] == [rung.name for rung in rungs_of(file)]
     result = json.loads((here / "out/ladder.json").read_text())
     assert result["form"] == "chinchilla" and len(result["predictions"]) == 3
     assert all(abs(one["error"]) < 0.005 for one in result["predictions"])
     assert abs(result["values"]["alpha"] - 0.3) < 0.01 and abs(result["values"]["beta"] - 0.35) < 0.01
-    page = (here / "out/ladder.html").read_text()
-    assert page.count("<svg") == 3 and "d-tokens5M" in page
-    assert "<script" not in page and "<?xml" not in page
+    text = (here / "out/ladder.html").read_text()
+    assert text.count("<svg") == 3 and "d-tokens5M" in text
+    assert "<script" not in text and "<?xml" not in text
     assert "predicted from the smaller sizes" in capsys.readouterr().out
     call(file)
     assert len(trained[0]) == 12, "nothing was left to train"

@@ -21,6 +21,7 @@ def fitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ladder")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
+        patched.setattr(ladder_command, "page", lambda *_: "")
         file = write_ladder(folder)
         end_all(folder / "out", rungs_of(file))
         ladder_command.run(str(file), [], Options(train=False), print)

@@ -8,18 +8,16 @@ import fork_server
 import jax
 import numpy as np
 import pytest
-from memory_cases import HOST, equal, run_both
+from memory_cases import BOTH_TIERS, HOST, equal, plain_run, run_both
 from tiny import run_steps, tiny_batch, tiny_program
 
 from maxlm.base.errors import UnavailableError
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.schema import CheckpointConfig
-from maxlm.memory.disk import DiskArray, load_all
-from maxlm.memory.scratch import Buffer, ScratchFile
+from maxlm.memory.disk import Buffer, DiskArray, ScratchFile, load_all
+from maxlm.training.optimizer import learning_rate
 from maxlm.training.saving import not_finite
-
-MESH, SECTIONS = {"data": 2, "fsdp": 2}, {"precision": {"compute": "bfloat16"}, "ema": {"decay": 0.9}}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,9 @@ def nvme(folder):
 
 def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
     """The same as on the device within 1e-6; a checkpoint is restored bit for bit to every tier, also after a cut-off update."""
-    (plain, seen), (state, seen_there), program = run_both(MESH, SECTIONS, nvme(folder))
+    plain, seen = plain_run()
+    program = tiny_program(4, **BOTH_TIERS, memory={"offload_state": nvme(folder)})
+    state, seen_there = run_steps(program, 3)
     np.testing.assert_allclose([m.loss for m in seen_there], [m.loss for m in seen], rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *map(jax.device_get, (load_all(state), plain)))
     assert sum(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state)) == 4 * 9
@@ -54,7 +54,7 @@ def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
         again = program.placement.adopt(Checkpoints(tmp_path, CheckpointConfig(), {}).restore(program.abstract_state).state)
         equal(load_all(again), whole)
         after, _ = program.step(again, batch)
-        host = tiny_program(4, mesh=MESH, **SECTIONS, memory={"offload_state": HOST})
+        host = tiny_program(4, **BOTH_TIERS, memory={"offload_state": HOST})
         there = Checkpoints(tmp_path, CheckpointConfig(), {}).restore(host.abstract_state).state
     equal(there, whole)
     assert jax.tree.map(lambda leaf: leaf.sharding, there) == host.state_shardings
@@ -64,10 +64,11 @@ def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
 
 def test_counters_of_adapters_go_on(folder, cut):
     """All of their parameters are in the layers, and so in several pieces."""
-    (plain, seen), (moved, seen_there), _ = run_both({"fsdp": 1}, {"model": {"lora": {"rank": 4}}}, nvme(folder))
-    np.testing.assert_allclose([m.loss for m in seen_there], [m.loss for m in seen], rtol=1e-6)
-    counters = [[int(leaf) for leaf in jax.tree.leaves(load_all(state).opt_state) if leaf.ndim == 0] for state in (plain, moved)]
-    assert counters[0] == counters[1] and set(counters[1]) == {3}
+    program = tiny_program(1, model={"lora": {"rank": 4}}, memory={"offload_state": nvme(folder)})
+    state, seen = run_steps(program, 3)
+    assert [float(m.lr) for m in seen] == pytest.approx([float(learning_rate(program.config)(n)) for n in range(3)])
+    counters = [int(leaf) for leaf in jax.tree.leaves(load_all(state).opt_state) if leaf.ndim == 0]
+    assert counters and set(counters) == {3}
 
 
 @pytest.mark.soak
@@ -96,7 +97,7 @@ def test_a_kill_leaves_no_file(tmp_path):
     """The file has no name while it is used: nothing is there to read after kill -9, and the space is free."""
     text = f"""
 import os
-from maxlm.memory.scratch import Buffer, ScratchFile
+from maxlm.memory.disk import Buffer, ScratchFile
 file = ScratchFile({str(tmp_path)!r}, 2**20, 1)
 file.wait(file.write(0, Buffer(2**20).view))
 print(os.listdir({str(tmp_path)!r}), flush=True)
@@ -107,7 +108,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 
 
 def test_large_requests_come_back_as_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxlm.memory.scratch.REQUEST_BYTES", 8192)
+    monkeypatch.setattr("maxlm.memory.disk.REQUEST_BYTES", 8192)
     file, out, back = ScratchFile(str(tmp_path), 2**16, 3), Buffer(2**16), Buffer(2**16)
     out.view[:] = np.random.default_rng(0).bytes(2**16)
     file.wait(file.write(0, out.view))

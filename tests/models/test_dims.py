@@ -35,7 +35,7 @@ def outcome(model):
         config = tiny_config(model=model)
         if sum(part.bytes for part in fits.least(config, ONE_DEVICE)) > LARGEST:
             return "too large"
-        assert counts(config)["parameters"] > 0
+        assert counts(config.model, config.data.seq_len, config.tokens_per_step)["parameters"] > 0
     except (UserError, ValueError) as error:  # pydantic's are ValueErrors, which the loader words
         return str(error)
     objective = build_objective(config)

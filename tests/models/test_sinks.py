@@ -23,7 +23,7 @@ def attention_of(params, sinks_H, x_BSD):
 
 def by_softmax(attention, angles, sinks_H, x_BSD):
     """With a column for the sink, dropped after the softmax, as gpt-oss's code has it."""
-    from maxlm.models.mixers.attention import rotate
+    from maxlm.kernels.attention.rotary import rotate
 
     q, k, v = (jnp.einsum("BSD,DHK->BSHK", x_BSD, w[...]) for w in (attention.query_DHK, attention.key_DGK, attention.value_DGK))
     q, k, v = rotate(q, angles), jnp.repeat(rotate(k, angles), 2, axis=2), jnp.repeat(v, 2, axis=2)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
+from tiny import GLOBAL_BATCH, first_state, gradients_of, run_steps, tiny_batch, tiny_program
 
 from maxlm.base.metric import Metric, charts_of
 from maxlm.config.schema import ObjectiveConfig
@@ -59,7 +59,6 @@ def weighted_batch(n):
 
 
 LAYOUTS = {
-    "one device": ({}, {}),
     "reduced once": ({"data": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "stages": ({"stage": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "workers": ({}, {"diloco": {"workers": 2, "every": 2}}),
@@ -71,11 +70,20 @@ def test_metrics_are_reduced_as_they_are_declared(layout):
     """A maximum of negative numbers, too: nothing starts at 0."""
     mesh, sections = LAYOUTS[layout]
     program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **sections)
-    _, (metrics,) = run_steps(replace(program, objective=Weighted(program.config)), 1, weighted_batch)
-    assert float(metrics.heaviest) == -1.0
-    assert float(metrics.tokens) == tiny_batch(0).weights_BS.sum()
-    assert float(metrics.rows) == GLOBAL_BATCH
-    assert float(metrics.loss) == pytest.approx(math.log(128), rel=0.1)
+    program = replace(program, objective=Weighted(program.config))
+    if layout == "workers":  # the whole step, which also hands the metrics on
+        _, (metrics,) = run_steps(program, 1, weighted_batch)
+        values = metrics.values
+    else:
+        state = first_state(program)
+        figures = jax.jit(lambda *given: gradients_of(program)(*given)[0])  # the gradient is left out of the program
+        with jax.set_mesh(program.mesh):
+            sums = figures(state.params, state.model_state, jax.device_put(weighted_batch(0), program.batch_sharding))
+        values = {**sums.values(Weighted.metrics), "tokens": sums.denominator}
+    assert float(values["heaviest"]) == -1.0
+    assert float(values["tokens"]) == tiny_batch(0).weights_BS.sum()
+    assert float(values["rows"]) == GLOBAL_BATCH
+    assert float(values["loss"]) == pytest.approx(math.log(128), rel=0.1)
 
 
 def test_every_objective_can_be_named_in_a_config():
@@ -85,7 +93,7 @@ def test_every_objective_can_be_named_in_a_config():
 
 
 def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     program = tiny_program(1)
     stand_in = SimpleNamespace(config=program.config, mesh=SimpleNamespace(size=1), metrics=Weighted.metrics, objective=program.objective)
     run, seen = RunDirectory.create(tmp_path, "r"), []

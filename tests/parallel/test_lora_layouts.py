@@ -53,11 +53,8 @@ def reference(model):
     return gradients(model, {"fsdp": 1}, {})
 
 
-# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_matrix.py
-SLOW = {"data x context", "zero 1 x data", "zero 2", "zero 3 x data, microbatches", "stage x data"}
-
-
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
+# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_matrix.py, `expert` in test_experts.py
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "fsdp x tensor" else [pytest.mark.soak]) for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(layout):
     model, mesh, sections = LAYOUTS[layout]
     loss, grads = gradients(model, mesh, sections)

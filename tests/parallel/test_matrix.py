@@ -1,11 +1,14 @@
 """Every axis of the mesh alone, every pair and the triples people use: the same three steps as on one device."""
 
 import itertools
+import math
 
 import jax
 import numpy as np
 import pytest
-from tiny import steps_on
+from tiny import first_state, steps_of, tiny_program
+
+from maxlm.training.program import Program
 
 SIZES = {"data": 8, "fsdp": 8, "tensor": 4, "context": 8, "stage": 4}  # alone; a pair has 4 of its first axis and 2 of its second
 TRIPLES = (("data", "fsdp", "tensor"), ("fsdp", "tensor", "stage"), ("fsdp", "context", "tensor"), ("data", "context", "stage"))
@@ -17,7 +20,7 @@ LAYOUTS = (
 SHORT = (
     pytest.param({"tensor": 4, "context": 2}, marks=pytest.mark.soak),  # test_context.py has both with fsdp as well
     pytest.param({"context": 4, "stage": 2}, marks=pytest.mark.soak),  # below with data as well
-    {"fsdp": 2, "tensor": 2, "stage": 2},
+    pytest.param({"fsdp": 2, "tensor": 2, "stage": 2}, marks=pytest.mark.soak),  # gradients in test_stages.py
     {"data": 2, "context": 2, "stage": 2},
 )
 STEPS = 3
@@ -25,8 +28,10 @@ METRICS = ("loss", "z", "grad_norm", "lr")
 
 
 def three_steps(mesh):
+    """Metrics, moments and parameters; a mesh of `stage` and `data` draws its first state, others take the state of one device."""
     settings = {"model": {"n_layers": 4}, "train": {"microbatches": 2}, "optimizer": {"clip_norm": 1e3, "eps": 0.1}}  # nothing is blown up
-    return steps_on(mesh, STEPS, **settings)
+    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **settings)
+    return steps_of(program, STEPS, Program.init if {"stage", "data"} <= mesh.keys() else first_state)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from maxlm.config import ConfigError, axes, rules
 from maxlm.config.schema import Config
-from maxlm.config.sections.mesh import AXES
+from maxlm.config.sections.mesh import AXES, LOGICAL_AXES
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import abstract_parameters, parameter_specs
 from maxlm.parallel import RULES, build_mesh, partition_spec
@@ -82,7 +82,7 @@ MESHES = [
 def test_the_table_gives_the_size_of_every_dim_that_is_split(model):
     """A dim of a parameter that the mesh may split is a multiple of a size that the rules of the config check."""
     config = config_of({}, **MODELS[model])
-    checked = {name: [dim.size for dim in axes.dims(config) if dim.axis is axis] for name, axis in axes.LOGICAL_AXES.items()}
+    checked = {name: [dim.size for dim in axes.dims(config) if dim.axis is axis] for name, axis in LOGICAL_AXES.items()}
     shapes = jax.tree.leaves(abstract_parameters(config.model))
     names = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
     split = [(name, size) for shape, logical in zip(shapes, names, strict=True) for name, size in zip(logical, shape.shape, strict=True)]

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import first_state, gradients_of, tiny_batch, tiny_program
+from tiny import drawn_on, gradients_of, tiny_batch, tiny_program
 
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
@@ -32,7 +32,7 @@ def compiled(mesh, microbatches):
 
 def gradients(program, run):
     with jax.set_mesh(program.mesh):
-        return jax.device_get(run(first_state(program).params, {}, jax.device_put(tiny_batch(), program.batch_sharding)))
+        return jax.device_get(run(drawn_on(program), {}, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def reference():
     return gradients(*compiled({}, 1))
 
 
-SLOW = {"1 data stage", "2 tensor"}  # stage 1 with `tensor`, stage 2 with `data`
+SLOW = {"1 alone", "1 data stage", "2 tensor"}  # stage 1 with `tensor`, stage 2 with `data`
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in CASES])

@@ -21,6 +21,7 @@ from maxlm.planning.explore import (
     MOST_UNROLLED,
     PATIENCE_S,
     STOPPED,
+    Estimates,
     Trial,
     begin,
     explore,
@@ -331,7 +332,7 @@ def test_the_model_believes_the_compiler():
     said = MODEL.estimate(own)
     verdict = Verdict(said.state + 2 * said.temporaries, AVAILABLE, tuple(1.5 * part for part in said.parts), 1.0, cached=False)
     far = next(one for one in space() if one.remat == "none" and one.sizes["tensor"] == 8)
-    found = predict([own, far], [said, MODEL.estimate(far)], [Trial(own, said, verdict)])
+    found = predict(Estimates.from_layouts([own, far], [said, MODEL.estimate(far)]), [Trial(own, said, verdict)])
     near_s, far_s = (step / sum(MODEL.estimate(one).parts) for step, one in zip(found.step_s_N, (own, far), strict=True))
     assert near_s == pytest.approx(1.5, rel=0.03)
     assert 1 < far_s < near_s

@@ -14,7 +14,7 @@ import pytest
 from marked_store import pairs, write_marked
 from rich.console import Console
 from small_run import CONFIG, command, environment, finish, free_port, make_workspace, metrics, start
-from tiny import tiny_config, tiny_program
+from tiny import first_state, tiny_config, tiny_program
 
 from maxlm.base.errors import ExitCode, UserError
 from maxlm.checkpoint import Checkpoints
@@ -30,17 +30,19 @@ from maxlm.training.program import build_program
 from maxlm.training.session import Start
 from maxlm.training.start_from import begin_from
 
+MODEL = {"n_layers": 1}
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Two sources with different weights, two stores of pairs."""
     folder = tmp_path_factory.mktemp("world")
     for seed, name in enumerate(("source", "other")):
-        program = tiny_program(1, train={"seed": seed})
+        program = tiny_program(1, model=MODEL, train={"seed": seed})
         (folder / name).mkdir()
         (folder / name / "config.yml").write_text(dump(program.config))
         checkpoints = Checkpoints(folder / name / "checkpoints", program.config.checkpoint, {})
-        checkpoints.save(0, program.init(), {})
+        checkpoints.save(0, first_state(program), {})
         checkpoints.close()
         write_marked(folder / f"store-{name}", pairs(90, seed), pairs(20, 7), kind="preferences")
     return folder
@@ -50,7 +52,7 @@ def config_of(world, source="source", store="source", train=None, data=None, nam
     """`train`, `data`: settings of those sections that are changed; `named`: further ones of `train.start_from`."""
     train = {"z_loss": 0.0, "loss_chunks": 2, "start_from": {"path": str(world / source), **(named or {})}, **(train or {})}
     data = {"store": str(world / f"store-{store}"), "seq_len": 32, **(data or {})}
-    return tiny_config(objective={"kind": "dpo"}, train=train, data=data, **sections)
+    return tiny_config(objective={"kind": "dpo"}, model=MODEL, train=train, data=data, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +199,7 @@ def test_the_source_is_not_needed_any_more(world, program, run, source, change, 
     config, checkpoints = config_of(world, named=named), source / "checkpoints"
     if change in ("trained on", "pruned"):
         writer = Checkpoints(checkpoints, config.checkpoint, {})
-        writer.save(7, tiny_program(1, train={"seed": 5}).init(), {})
+        writer.save(7, first_state(tiny_program(1, model=MODEL, train={"seed": 5})), {})
         writer.close()
     if change == "overwritten":
         shutil.rmtree(source)

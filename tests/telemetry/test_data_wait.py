@@ -30,7 +30,7 @@ class Records:
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_the_wait_is_counted_in_the_time_in_which_it_lay(monkeypatch, log_every):
     """The batch of step n + 1 is fetched before the figures of step n are read: slow data and a fast step made it "1275.8%"."""
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     model = {"vocab_size": 64, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}
     training = {"train": {"steps": 12, "global_batch": 8}, "run": {"name": "r", "log_every": log_every}}
     config = Config.model_validate({"model": model, "data": {"store": "s", "seq_len": 8}, "optimizer": {"peak_lr": 1e-3}, **training})

@@ -131,7 +131,7 @@ def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
     run = RunDirectory.create(tmp_path, "r", primary=False)
     config = load("runs/quickstart", ["run.tensorboard=true"]).config
     context = SimpleNamespace(phases=SimpleNamespace(console=Console(quiet=True)))
-    with _observing(SimpleNamespace(config=config, directory=run, metrics_port=None, context=context), None) as observers:
+    with _observing(SimpleNamespace(config=config, directory=run, held={}, context=context), None) as observers:
         observers.on_step(record(1, balance=Balance.from_sums(0, **{name: np.ones(1) for name in SUMS}, load_E=np.ones((1, 2)))))
         observers.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
         observers.on_event(Event("stop", 1))

@@ -10,7 +10,6 @@ import pytest
 from maxlm.config.schema import Config
 from maxlm.models.feed_forward.router import Routing
 from maxlm.objectives import build_objective
-from maxlm.telemetry.alarms import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.telemetry.balance import ROUTING_METRICS, Balance, collapsed, effective_experts, evenness, peak, times_even
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
@@ -18,6 +17,7 @@ from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.training import meter
+from maxlm.training.routing import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.training.step import Metrics
 
 TOKENS = 4096
@@ -192,7 +192,7 @@ def test_unsound_logits_name_the_first_layer_at_once():
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Runs a meter over steps with the given routing, and gives the run's directory."""
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
 
     def steps(first, last, total, log_every=1, routing_of=lambda step: routing(HEALTHY), loss=3.0, n_dense=0, rest=()):
         experts = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_dense": n_dense}

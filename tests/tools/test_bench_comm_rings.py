@@ -1,22 +1,18 @@
 """The benchmark of collectives beside rings written by hand, in two processes joined on this machine."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
-
-import maxlm
 
 PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "bench_comm.py"
 
 
 def bench(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
     command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=500)
+    return fork_server.run(command, capture_output=True, text=True, check=False, timeout=500)
 
 
 def rows(*arguments):

@@ -1,12 +1,10 @@
 """The table of the study of number formats, from cells written by hand; nothing is trained."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import maxlm
+import fork_server
 
 PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "lab" / "precision_quality.py"
 CELLS = {"bf16": (4.0, 4.02, 3.98), "moments-int8": (4.001, 4.021, 3.981), "other": (4.04, 4.06, float("nan"))}
@@ -17,9 +15,8 @@ def test_formats_are_compared_by_seed(tmp_path):
         for seed, loss in enumerate(losses):
             cell = {"format": name, "settings": [], "seed": seed, "steps": 20, "held_out": loss}
             (tmp_path / f"{name}-{seed}.json").write_text(json.dumps(cell))
-    environment = {**os.environ, "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
     command = [sys.executable, str(PROGRAM), str(tmp_path), "--steps", "20", "--table"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    printed = fork_server.run(command, capture_output=True, text=True, check=True).stdout
     assert "between seeds): 0.0200." in printed
     assert "| moments-int8 | 3 | 4.0010 | +0.025% | yes | yes |" in printed
     assert "| other | 3 | 4.0500 | diverged |  |  |" in printed

@@ -1,11 +1,11 @@
 """The study of learning rates and the price of optimizers: results that were cut off, and missing arguments. Nothing is trained."""
 
 import json
-import subprocess
 import sys
 from importlib import util
 from pathlib import Path
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,5 +74,5 @@ def test_a_rate_that_diverges_is_no_neighbour_of_a_parabola(study):
     ],
 )
 def test_wrong_arguments_are_one_line(program, arguments, said):
-    done = subprocess.run([sys.executable, str(TOOLS / program), *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = fork_server.run([sys.executable, str(TOOLS / program), *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -13,11 +13,10 @@ from maxlm.config.loader import dump, saved_text
 from maxlm.config.schema import EmaConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.objective import DpoConfig, NextTokenConfig, SftConfig
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.config.table import identity
 from maxlm.interop import averaging
 from maxlm.interop.averaging import average
-from maxlm.training.loop import restore_or_init
 from maxlm.training.saved_run import open_run
 
 DECAY, STEPS = 0.27, 3
@@ -80,8 +79,8 @@ def test_a_run_resumes_with_its_average_to_the_bit(trained, tmp_path):
     checkpoints = Checkpoints(tmp_path, program.config.checkpoint, {})
     checkpoints.save(STEPS, state, {})
     checkpoints.close()
-    start = restore_or_init(program, Checkpoints(tmp_path, program.config.checkpoint, {}))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(start.state), states[-1])
+    restored = Checkpoints(tmp_path, program.config.checkpoint, {}).restore(program.abstract_state).state
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), states[-1])
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_a_cosine_that_would_have_begun_before_the_branch_is_refused(stable):
     """The other run had a constant rate, and a cosine counts from the beginning: the default of a config that names no schedule."""
     program = tiny_program(1, train={"steps": 8}, optimizer={"schedule": "cosine"})
     source = BranchFromConfig(path=str(stable), step=OFF)
-    with pytest.raises(UserError, match=r"optimizer.schedule = cosine: decays from the beginning .* would fall to .* use wsd"):
+    with pytest.raises(UserError, match=r"optimizer.schedule = cosine: decays from the beginning .* would fall from .* use wsd"):
         branch_off(program, source, identity(program.config, "t"))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import GLOBAL_BATCH, copy_of, first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -18,7 +18,6 @@ from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.models import abstract_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.compression import CompressedSums
-from maxlm.training.loop import restore_or_init
 from maxlm.training.optimizer import frozen_adam
 from maxlm.training.step import TrainState
 
@@ -129,12 +128,12 @@ def test_adam_is_frozen_after_its_warm_up():
 def run():
     """(program with signs, its states after WARMUP + 1, STEPS - 1 and STEPS updates)."""
     program = tiny_program(4, mesh=MESH, compression=KINDS["sign"])
-    state, states = program.init(), []
+    state, states = first_state(program), []
     with jax.set_mesh(program.mesh):
         for n in range(STEPS):
             state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
             if n >= WARMUP:
-                states.append(jax.tree.map(jnp.copy, state))
+                states.append(copy_of(state))
     return program, states
 
 
@@ -153,10 +152,10 @@ def test_a_run_resumes_with_its_feedback_to_the_bit(run, tmp_path):
     checkpoints = Checkpoints(tmp_path, program.config.checkpoint, {})
     checkpoints.save(STEPS - 1, before, {})
     checkpoints.close()
-    start = restore_or_init(program, Checkpoints(tmp_path, program.config.checkpoint, {}))
-    assert any(leaf.any() for leaf in leaves(start.state.extra["feedback"]).values())
+    restored = Checkpoints(tmp_path, program.config.checkpoint, {}).restore(program.abstract_state).state
+    assert any(leaf.any() for leaf in leaves(restored.extra["feedback"]).values())
     with jax.set_mesh(program.mesh):
-        state, _ = program.step(start.state, jax.device_put(tiny_batch(STEPS - 1), program.batch_sharding))
+        state, _ = program.step(restored, jax.device_put(tiny_batch(STEPS - 1), program.batch_sharding))
     assert same(state, after)
     other = tiny_program(8, mesh={**MESH, "fsdp": 1, "tensor": 4}, compression=KINDS["sign"])
     moved = Checkpoints(tmp_path, program.config.checkpoint, {}).restore(other.abstract_state).state
@@ -169,7 +168,7 @@ def test_a_refused_update_changes_no_feedback(run):
     batch = tiny_batch(0)
     bad = batch._replace(weights_BS=np.where(np.arange(GLOBAL_BATCH)[:, None] == GLOBAL_BATCH - 1, np.nan, batch.weights_BS))
     with jax.set_mesh(program.mesh):
-        state, metrics = program.step(jax.tree.map(jnp.copy, after), jax.device_put(bad, program.batch_sharding))
+        state, metrics = program.step(copy_of(after), jax.device_put(bad, program.batch_sharding))
     assert metrics.skipped == 1 and not np.isfinite(metrics.grad_norm)
     assert same(replace(state, step=after.step, skipped=after.skipped), after)
 

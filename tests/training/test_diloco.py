@@ -1,12 +1,13 @@
 """Local updates with an outer optimizer: what the paper says, by hand, and the same on every mesh."""
 
+import functools
 import math
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
+from tiny import GLOBAL_BATCH, first_state, run_steps, tiny_batch, tiny_program
 
 from maxlm.training.program import Program
 
@@ -16,6 +17,11 @@ DILOCO = {"workers": WORKERS, "every": EVERY, "lr": LR, "momentum": MOMENTUM}
 
 def leaves(tree):
     return jax.tree.leaves(jax.device_get(tree))
+
+
+@functools.cache
+def program_on(devices, **mesh):
+    return tiny_program(devices, mesh=mesh, diloco=DILOCO, train={"microbatches": 2})
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
     state, metrics = one_device
     rows = GLOBAL_BATCH // WORKERS
     program = tiny_program(1, train={"microbatches": 2, "global_batch": rows})
-    workers = [program.init() for _ in range(WORKERS)]
+    workers = [first_state(program) for _ in range(WORKERS)]
     shared = [leaf.copy() for leaf in leaves(workers[0].params)]
     momentum = [np.zeros_like(leaf) for leaf in shared]
     with jax.set_mesh(program.mesh):
@@ -53,7 +59,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
                     workers[number] = replace(worker, params=jax.tree.map(lambda a: a.copy(), params))
     for mine, wanted in zip(leaves(state.params), shared, strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-4)  # Adam divides by the root of a tiny second moment
-    assert not np.allclose(leaves(state.params)[0], leaves(program.init().params)[0], atol=1e-3), "they went somewhere"
+    assert not np.allclose(leaves(state.params)[0], leaves(first_state(program).params)[0], atol=1e-3), "they went somewhere"
 
 
 @pytest.mark.soak
@@ -89,9 +95,7 @@ def assert_shared(state):
 )
 def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
     wanted_state, wanted = one_device
-    program = tiny_program(
-        math.prod(size for axis, size in mesh.items() if axis != "zero"), mesh=mesh, diloco=DILOCO, train={"microbatches": 2}
-    )
+    program = program_on(math.prod(size for axis, size in mesh.items() if axis != "zero"), **mesh)
     state, metrics = run_steps(program, STEPS)
     for mine, theirs in zip(metrics, wanted, strict=True):
         for name in ("loss", "z", "grad_norm", "tokens"):
@@ -124,7 +128,7 @@ def test_more_workers_than_shares_take_turns():
 
 
 def test_what_is_not_finite_in_one_worker_stops_the_update_of_all():
-    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, diloco=DILOCO)
+    program = program_on(8, data=2, fsdp=2, tensor=2)
 
     def poisoned(n):
         batch = tiny_batch(n)
@@ -136,5 +140,5 @@ def test_what_is_not_finite_in_one_worker_stops_the_update_of_all():
 
     state, metrics = run_steps(program, 1, poisoned)
     assert metrics[0].skipped == 1
-    fresh = program.init()
+    fresh = first_state(program)
     assert all(np.array_equal(a, b) for a, b in zip(leaves(state.extra), leaves(fresh.extra), strict=True))

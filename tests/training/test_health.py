@@ -146,7 +146,7 @@ def test_one_skipped_update_is_forgiven_by_the_next():
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        ([UNTRAINED] * 250, "is back at that of an untrained model, 5.768,"),
+        ([UNTRAINED] * 250, "is back at the loss of an untrained model, 5.768,"),
         ([7.5] * 100, "is more than 1 nat above that of an untrained model"),
     ],
     ids=["a flipped bit", "garbage"],
@@ -167,7 +167,7 @@ def test_a_restart_knows_how_low_the_loss_was():
     before, _ = watch(learning(300))
     again = Health(UNTRAINED, before.levels)
     watch([UNTRAINED] * BAD_STEPS, health=again)
-    assert "back at that of an untrained model" in again.unhealthy
+    assert "back at the loss of an untrained model" in again.unhealthy
     anew, _ = watch([UNTRAINED] * BAD_STEPS)
     assert anew.unhealthy == "", "without it this is how every run begins"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bit_flips import Flip, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny import tiny_batch, tiny_program
+from tiny import first_state, tiny_batch, tiny_program
 
 from maxlm.base.errors import ConfigError
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -20,7 +20,7 @@ from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import cell_replay, findings
 from maxlm.training.cell_replay import FURTHER, ROTATIONS, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import Findings, Unsettled, device_names
-from maxlm.training.integrity import Integrity, check_mesh
+from maxlm.training.integrity import Integrity, PossibleChecks
 from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
 from maxlm.training.step import in_one_pass
 
@@ -29,7 +29,7 @@ from maxlm.training.step import in_one_pass
 def copied():
     """A program whose matrices have four copies, its state after two updates, and the comparison of its copies."""
     program = tiny_program(8, mesh={"data": 4, "fsdp": 2}, integrity={"every_steps": 1})
-    state = program.init()
+    state = first_state(program)
     with jax.set_mesh(program.mesh):
         for n in range(2):
             state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
@@ -305,11 +305,12 @@ def test_cells_are_the_devices_at_one_place_along_the_axes_of_batches():
 )
 def test_a_check_that_can_compare_nothing_is_refused(mesh, section, said):
     program = tiny_program(math.prod(mesh.values()), mesh=mesh, integrity=section)
+    checks = PossibleChecks(program.config.integrity, None)
     if said is None:
-        check_mesh(program)
+        checks.check_mesh(program)
     else:
         with pytest.raises(ConfigError, match=said):
-            check_mesh(program)
+            checks.check_mesh(program)
 
 
 def test_a_record_that_cannot_be_read_is_begun_anew(tmp_path):

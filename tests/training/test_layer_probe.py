@@ -1,6 +1,5 @@
 """Figures of layers by the probe are those of the definition, equal on every layout, and cost less than a hundredth of a step."""
 
-import math
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +14,7 @@ from maxlm.objectives import build_objective
 from maxlm.telemetry.observer import Observers
 from maxlm.training import meter
 from maxlm.training.layer_figures import GRADIENT, RATIO
-from maxlm.training.layer_probe import ACTIVATION, ENTROPY, UPDATE, WEIGHT, first_rows, with_updates
+from maxlm.training.layer_probe import ACTIVATION, ENTROPY, UPDATE, WEIGHT, UpdateNorms, first_rows
 from maxlm.training.program import Program
 from maxlm.training.step import Metrics
 
@@ -49,12 +48,18 @@ def test_by_hand(program, alone):
     """Block after block on the first row; a norm of weights from the arrays."""
     figures, params = alone
     batch = jax.tree.map(lambda array: jnp.asarray(array[:1]), tiny_batch())
-    model = bind(program.config.model, params, {})
-    x_BSD, expected = model.embed(batch.tokens_BS, batch.positions_BS), []
-    context = program.objective.context(model, batch)
-    for block in model.blocks():
-        x_BSD, _, _ = block(x_BSD, context)
-        expected.append(math.sqrt(float(jnp.mean(jnp.square(x_BSD)))))
+
+    @jax.jit
+    def squares(params, batch):
+        model = bind(program.config.model, params, {})
+        x_BSD, found = model.embed(batch.tokens_BS, batch.positions_BS), []
+        context = program.objective.context(model, batch)
+        for block in model.blocks():
+            x_BSD, _, _ = block(x_BSD, context)
+            found.append(jnp.mean(jnp.square(x_BSD)))
+        return found
+
+    expected = np.sqrt(squares(params, batch))
     np.testing.assert_allclose(figures[ACTIVATION], expected, rtol=1e-4)
     norms = [np.sqrt(sum(np.sum(np.square(leaf[i])) for leaf in jax.tree.leaves(params["layers"]["0"]))) for i in range(2)]
     np.testing.assert_allclose(figures[WEIGHT][:2], norms, rtol=1e-5)
@@ -143,7 +148,7 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
         def on_event(self, event): ...
         def close(self): ...
 
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = Config.model_validate({**program.config.model_dump(mode="json"), "run": {"name": "r", "log_every": 4}})
     records = Records()
     observers = Observers([records])
@@ -160,6 +165,6 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
     assert sorted(found) == [1, 4, 6]
     assert found[6][f"{UPDATE}_1"] == 2.0
     assert f"{WEIGHT}_1" not in found[4]
-    assert with_updates(values) == values
+    assert UpdateNorms().record(values) == values
     declared = {metric.name for metric in program.metrics}
     assert {ACTIVATION, ENTROPY, WEIGHT, UPDATE} < declared

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import copy_of, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError, UserError, rules
 from maxlm.config.loader import dump
 from maxlm.config.schema import Config
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.models import abstract_parameters, bind
 from maxlm.models.counts import token_flops
 from maxlm.training.saved_run import SavedRun, open_run
@@ -115,7 +115,7 @@ def test_resume_is_bitwise(adapted):
     restored = saved.checkpoints.restore(program.abstract_state).state
     batch = jax.device_put(tiny_batch(3), program.batch_sharding)
     with jax.set_mesh(program.mesh):
-        straight, resumed = (program.step(jax.tree.map(jnp.copy, one), batch) for one in (state, restored))
+        straight, resumed = (program.step(copy_of(one), batch) for one in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (straight, resumed)))
 
 
@@ -186,8 +186,11 @@ def test_it_generates_as_the_merged_model(adapted):
     positions_BS = jnp.arange(tokens_BS.shape[1])[None]
 
     def hidden(config: Config, params, model_state):
-        with jax.default_matmul_precision("highest"):
+        def run(params, model_state):
             return bind(config.model, params, model_state)(tokens_BS, positions_BS, jnp.ones_like(tokens_BS)).x_BSD
+
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(run)(params, model_state)
 
     mine = hidden(program.config, jax.device_get(state.params), jax.device_get(state.model_state))
     np.testing.assert_allclose(mine, hidden(saved.config, *jax.device_get(merged[1:])), atol=1e-5)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.config.table import identity
 from maxlm.training.health import SKIPS_IN_A_ROW, Health
-from maxlm.training.loop import restore_or_init
-from maxlm.training.loss_scale import LOSS_SCALE, LossScale, adjusted, overflow
+from maxlm.training.loss_scale import LOSS_SCALE, LossScale, Overflows, adjusted
+from maxlm.training.step import Metrics
 
 STEPS, ODD = 4, 2  # updates, and the number of the one whose second microbatch repeats one token
 SCALE = {"initial": 2**15, "grow_after": 2}  # gradients overflow from 2^22 on, those of the odd batch from 2^16
@@ -45,7 +45,7 @@ def exact():
 def run():
     """(program, states before each update and at the end, metrics) in float16 on one device."""
     program = tiny_program(1, precision=HALF, train={"microbatches": 2})
-    state, states, seen = program.init(), [], []
+    state, states, seen = first_state(program), [], []
     with jax.set_mesh(program.mesh):
         for n in range(STEPS):
             states.append(jax.device_get(state))
@@ -89,8 +89,9 @@ def test_an_overflow_in_one_microbatch_skips_one_update_and_halves_the_scale(run
     assert same((before.params, before.opt_state), (after.params, after.opt_state)) and not same(before.params, states[ODD - 1].params)
     assert (int(after.step), float(after.extra["loss_scale"].factor), int(after.extra["loss_scale"].good)) == (ODD + 1, 2**15, 0)
     assert LOSS_SCALE in program.metrics
-    assert "65,536, which is halved" in overflow(program.config.precision, seen[ODD].values)
-    assert [overflow(program.config.precision, seen[n].values) for n in (0, 1, 3)] == ["", "", ""]
+    reader = Overflows.from_config(program.config.precision)
+    assert "65,536, which is halved" in reader.overflow(seen[ODD])
+    assert [reader.overflow(seen[n]) for n in (0, 1, 3)] == ["", "", ""]
 
 
 @pytest.mark.soak
@@ -106,9 +107,8 @@ def test_layouts_agree(layout, exact):
 def test_a_run_resumes_to_the_bit_and_on_another_mesh_with_its_scale(run, saved):
     program, states, seen = run
     checkpoints = Checkpoints(saved, program.config.checkpoint, identity(program.config, ""))
-    start = restore_or_init(program, checkpoints)
-    assert (float(start.state.extra["loss_scale"].factor), int(start.state.extra["loss_scale"].good)) == (2**16, 0)
-    state, again = start.state, []
+    state, again = checkpoints.restore(program.abstract_state).state, []
+    assert (float(state.extra["loss_scale"].factor), int(state.extra["loss_scale"].good)) == (2**16, 0)
     with jax.set_mesh(program.mesh):
         for n in range(ODD, STEPS):
             state, metrics = program.step(state, jax.device_put(batches(n), program.batch_sharding))
@@ -137,10 +137,10 @@ def test_the_scale_by_hand():
 
 def judged(config, scales):
     """Health after updates whose gradients overflowed with these scales, as the meter judges them."""
-    health = Health(5.0)
+    health, reader = Health(5.0), Overflows.from_config(config.precision)
     for step, scale in enumerate(scales, 1):
-        values = {"loss": 4.0, "grad_norm": math.inf, "loss_scale": scale}
-        health.update(step, 4.0, math.inf, overflowed=bool(overflow(config.precision, values)))
+        metrics = Metrics({"loss": 4.0, "grad_norm": math.inf, "loss_scale": scale})
+        health.update(step, 4.0, math.inf, overflowed=bool(reader.overflow(metrics)))
     return health
 
 
@@ -158,6 +158,6 @@ def test_overflows_are_no_fault_of_the_run_until_the_scale_is_at_its_smallest():
 
 def test_a_loss_that_is_not_finite_keeps_the_scale():
     """It is not computed with the scale, so it is a fault as in other formats."""
-    precision = tiny_config(precision={"compute": "float16"}).precision
-    assert overflow(precision, {"loss": math.nan, "grad_norm": math.nan, "loss_scale": 4.0}) == ""
-    assert overflow(precision, {"loss": 4.0, "grad_norm": 1.0, "loss_scale": 4.0}) == ""
+    reader = Overflows.from_config(tiny_config(precision={"compute": "float16"}).precision)
+    assert reader.overflow(Metrics({"loss": math.nan, "grad_norm": math.nan, "loss_scale": 4.0})) == ""
+    assert reader.overflow(Metrics({"loss": 4.0, "grad_norm": 1.0, "loss_scale": 4.0})) == ""

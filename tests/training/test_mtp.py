@@ -41,9 +41,9 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
     config = tiny_config(**{**SECTIONS, "model": {**SECTIONS["model"], "mtp": {"depth": 2, "loss_weight": 0.0}}})
     params, model_state = drawn_parameters(config.model), init_model_state(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
-    (total, sums), (alone, _) = (
-        jax.jit(lambda p, flag=flag: build_objective(config).loss(p, model_state, batch, training=flag))(params) for flag in (True, False)
-    )
+    objective = build_objective(config)
+    both = jax.jit(lambda p: [objective.loss(p, model_state, batch, training=flag) for flag in (True, False)])
+    (total, sums), (alone, _) = both(params)
     ahead = sums.added["loss_ahead"]
     assert ahead.shape == (2,) and np.all(ahead > 0)
     assert total == pytest.approx(float(alone), rel=1e-6)

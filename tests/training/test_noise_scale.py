@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.base.errors import UserError
 from maxlm.config.rules import check_devices
@@ -64,7 +64,7 @@ def test_the_parts_are_microbatches_of_each_device_that_reduces_once(layout):
     batch = tiny_batch()
     batch.weights_BS[0::2] *= np.linspace(0.0, 1.0, 8)[:, None] > 0.4  # parts of different sizes; on four shards one is empty
     rows = np.asarray(split(np.arange(16), 2)).reshape(2, shards, -1).reshape(2 * shards, -1)
-    state = program.init()
+    state = first_state(program)
     wanted = by_hand(program, jax.device_get(state), batch, rows)
     _, (metrics,) = run_steps(program, 1, batches=lambda n: batch, first=lambda program: state)
     assert float(metrics.values[PARTS]) == wanted[0]
@@ -88,24 +88,24 @@ def metrics_of(trace, square, tokens=64.0, parts=4):
 def test_both_are_averaged_before_they_are_divided():
     noise = NoiseScale(NoiseScaleConfig(updates=4))
     assert noise.figures == {}
-    noise.update(metrics_of(100.0, 2.0))
+    noise.update(1, Metrics(metrics_of(100.0, 2.0)))
     assert noise.figures == {"noise_scale": pytest.approx(50.0)}
-    noise.update(metrics_of(300.0, -1.0))
+    noise.update(1, Metrics(metrics_of(300.0, -1.0)))
     assert noise.figures == {"noise_scale": pytest.approx((0.75 * 100 + 300) / (0.75 * 2 - 1))}
     before = noise.figures
     for useless in (metrics_of(np.nan, 1.0), metrics_of(np.inf, 1.0), metrics_of(7.0, 1.0, parts=1)):
-        noise.update(useless)
+        noise.update(1, Metrics(useless))
     assert noise.figures == before
     again = NoiseScale(NoiseScaleConfig(updates=4), json.loads(json.dumps(noise.levels)))
     for one in (noise, again):
-        one.update(metrics_of(5.0, 9.0))
+        one.update(1, Metrics(metrics_of(5.0, 9.0)))
     assert again.figures == noise.figures
-    noise.update(metrics_of(5000.0, -20.0))
+    noise.update(1, Metrics(metrics_of(5000.0, -20.0)))
     assert noise.figures == {}, "the noise hides the gradient"
 
 
 def test_a_record_holds_the_scale_and_a_checkpoint_its_averages(monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = tiny_config(train={"microbatches": 2, **MEASURED})
     program = SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=())
     seen = []

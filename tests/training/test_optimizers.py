@@ -1,6 +1,7 @@
 """The table of update rules: each equals its reference for 50 updates, on every layout; its memory; its collectives; what decays."""
 
 import contextlib
+import functools
 import math
 import re
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_config
+from tiny import drawn_parameters, tiny_config
 
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
@@ -17,7 +18,7 @@ from maxlm.config import ConfigError
 from maxlm.config.sections.optimizer import MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.config.table import identity
 from maxlm.cost.model_shapes import parameter_leaves
-from maxlm.models import init_parameters, parameter_axes
+from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
@@ -62,36 +63,42 @@ def mapped(function, axes, *trees):
     return jax.tree.map(function, axes, *trees, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def gradient(params, n):
-    """A gradient that depends on the parameters, with noise of update `n`."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(n), len(leaves))
-    return tree.unflatten([0.3 * p + jax.random.normal(key, p.shape) for p, key in zip(leaves, keys, strict=True)])
+@functools.cache
+def drawn(name):
+    """(first parameters, noise of the gradients of 50 updates), as numpy."""
+    first, draws = jax.device_get(drawn_parameters(config_of(name).model)), np.random.default_rng(1)
+    return first, jax.tree.map(lambda leaf: draws.normal(size=(UPDATES, *leaf.shape)).astype(np.float32), first)
+
+
+def gradient(params, noise):
+    """A gradient that depends on the parameters."""
+    return jax.tree.map(lambda p, g: 0.3 * p + g, params, noise)
 
 
 def trained(config, optimizer, mesh=None):
     """Parameters after 50 updates, and the averaged point of schedule-free AdamW; one program for all of them, and its text."""
-    build = build_optimizer(config)
+    first, noise = drawn(config.optimizer.name)
+    params_sharding = state_sharding = noise_sharding = None
+    if mesh is not None:
+        _, _, params_sharding, state_sharding, _ = state_shardings(config.model, build_optimizer(config), mesh)
+        noise_sharding = jax.tree.map(lambda s: jax.NamedSharding(mesh, jax.P(None, *s.spec)), params_sharding)
 
-    def update(n, params, state):
-        updates, state = optimizer.update(gradient(params, n), state, params)
-        return optax.apply_updates(params, updates), state
+    def placed(tree, shardings):
+        return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
-    first = init_parameters(config.model, 0)
-    if mesh is None:
-        state = optimizer.init(first)
-        run = jax.jit(update).lower(jnp.int32(0), first, state).compile()
-    else:
-        _, _, *placed, _ = state_shardings(config.model, build, mesh)
-        first = jax.device_put(first, placed[0])
-        with jax.set_mesh(mesh):
-            state = jax.jit(optimizer.init, out_shardings=placed[1])(first)
-            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            run = jax.jit(update, in_shardings=(whole, *placed), out_shardings=tuple(placed)).lower(jnp.int32(0), first, state).compile()
-    params = first
-    for n in range(UPDATES):
-        params, state = run(jnp.int32(n) if mesh is None else jax.device_put(jnp.int32(n), whole), params, state)
-    return jax.device_get(points(config, params, state)), run.as_text()
+    def update(carry, noise):
+        params, state = carry
+        updates, state = optimizer.update(gradient(params, noise), state, params)
+        return (placed(optax.apply_updates(params, updates), params_sharding), placed(state, state_sharding)), None
+
+    def run(params, noise):
+        (params, state), _ = jax.lax.scan(update, (params, placed(optimizer.init(params), state_sharding)), noise)
+        return points(config, params, state)
+
+    given = (first, noise) if mesh is None else jax.device_put((first, noise), (params_sharding, noise_sharding))
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        program = jax.jit(run).lower(*given).compile()
+        return jax.device_get(program(*given)), program.as_text()
 
 
 def points(config, params, state):
@@ -215,7 +222,7 @@ def test_each_equals_its_reference_for_50_updates(one_device):
 
 def compare_soap(config, found):
     axes = axes_of(config)
-    params = jax.device_get(init_parameters(config.model, 0))
+    params, noise = drawn("soap")
     flat = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves, tree = jax.tree.flatten(params)
     dims = [hidden_matrix(names) for names in flat]
@@ -223,21 +230,20 @@ def compare_soap(config, found):
     adam = optax.adamw(
         config.optimizer.peak_lr, b1=0.9, b2=0.95, eps=config.optimizer.eps, weight_decay=0.1, mask=mapped(lambda n: "embed" in n, axes)
     )
-    others, state = params, adam.init(params)
+    others, state = params, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), jax.eval_shape(adam.init, params))
     matrices = {i: [make(np.asarray(w, np.float64)) for w in d.as_matrices(leaves[i])] for i, d in enumerate(dims) if d is not None}
     step = jax.jit(adam.update)
-    gradient_of = jax.jit(gradient)
     for n in range(UPDATES):
         now = jax.tree.leaves(others)
         for i, own in matrices.items():
             now[i] = np.asarray(dims[i].as_parameter(np.stack([m.w for m in own]).astype(np.float32), leaves[i].shape))
         others = tree.unflatten(now)
-        grads = gradient_of(others, n)
+        grads = gradient(others, jax.tree.map(lambda leaf, n=n: leaf[n], noise))
         for i, own in matrices.items():
             for m, g in zip(own, np.asarray(dims[i].as_matrices(jax.tree.leaves(grads)[i]), np.float64), strict=True):
                 m.step(n, g)
         updates, state = step(grads, state, others)
-        others = optax.apply_updates(others, updates)
+        others = jax.tree.map(lambda p, u: np.asarray(p) + np.asarray(u), others, updates)
     mine = jax.tree.leaves(found)
     for i, wanted in enumerate(jax.tree.leaves(others)):
         if i in matrices:
@@ -355,34 +361,33 @@ def test_second_moments_that_are_frozen_keep_the_decay_that_they_were_made_with(
         check_identity({**identity(frozen, ""), "optimizer.beta2": "0.5"}, identity(frozen, ""), "another")
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_only_matrices_decay(name):
-    config = config_of(name)
+def decayed(config, params):
+    """Updates where the gradient is zero."""
     optimizer = build_optimizer(config)
-    params = jax.tree.map(lambda p: p + 1.0, init_parameters(config.model, 0))
-    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    for axes, update in zip(
-        jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple)), jax.tree.leaves(updates), strict=True
-    ):
-        assert bool(jnp.any(update != 0)) == ("embed" in axes), axes
+    return optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+
+
+def test_only_matrices_decay():
+    params, _ = drawn("adamw")
+    params = jax.tree.map(lambda p: p + 1.0, params)
+    updates = jax.jit(lambda params: {name: decayed(config_of(name), params) for name in RULES})(params)
+    axes = jax.tree.leaves(axes_of(config_of("adamw")), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    for name, of_rule in updates.items():
+        for names, update in zip(axes, jax.tree.leaves(of_rule), strict=True):
+            assert np.any(np.asarray(update) != 0) == ("embed" in names), (name, names)
 
 
 def test_decay_of_adafactor_is_of_the_size_of_that_of_adamw_at_the_rates_of_the_docs():
     """Relative to the matrix, as updates are: without its root mean square it was 33 times AdamW's. Independent decay is not."""
     adamw, adafactor = config_of("adamw", peak_lr=3e-4), config_of("adafactor", peak_lr=1e-2)
     independent = config_of("adafactor", peak_lr=1e-2, weight_decay={"independent": 1e-3})
-    params = init_parameters(adamw.model, 0)
-
-    def decayed(config):
-        optimizer = build_optimizer(config)
-        updates = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
-        return np.asarray(updates["embedding_VD"])
-
+    params, _ = drawn("adamw")
     w = np.asarray(params["embedding_VD"])
-    wanted, found = decayed(adamw), decayed(adafactor)
+    every = jax.jit(lambda params: [decayed(config, params)["embedding_VD"] for config in (adamw, adafactor, independent)])(params)
+    wanted, found, alone = (np.asarray(one) for one in every)
     assert 0.3 < np.linalg.norm(found) / np.linalg.norm(wanted) < 3
     np.testing.assert_allclose(found, -1e-2 * 0.1 * np.sqrt(np.mean(w**2)) * w, rtol=1e-5)
-    np.testing.assert_allclose(decayed(independent), -1e-3 * w, rtol=1e-5)
+    np.testing.assert_allclose(alone, -1e-3 * w, rtol=1e-5)
 
 
 EXPERTS = {"down_DEF": ("embed", "expert", "mlp"), "up_DEF": ("embed", "expert", "mlp")}
@@ -390,13 +395,17 @@ EXPERTS = {"down_DEF": ("embed", "expert", "mlp"), "up_DEF": ("embed", "expert",
 
 def test_experts_are_scaled_as_dense_matrices_of_their_sides():
     """By sqrt(max(1, outputs / inputs)): the matrix back to the model's width is stored with the width first, as those from it are."""
-    rule = MuonConfig(update_rms=None)
-    x = jax.random.normal(jax.random.key(0), (8, 2, 32))  # width, experts, hidden units
-    sizes = []
-    for name, axes in EXPERTS.items():
-        own = scale_by_muon(rule, "float32", {name: axes})
-        updates, _ = own.update({name: x}, own.init({name: x}))
-        sizes.append(float(jnp.sqrt(jnp.sum(updates[name] ** 2) / 2 / 8)))  # the singular values of a matrix, which has 8
+    x = np.random.default_rng(0).normal(size=(8, 2, 32)).astype(np.float32)  # width, experts, hidden units
+
+    @jax.jit
+    def change(x):
+        rules = {name: scale_by_muon(MuonConfig(update_rms=None), "float32", {name: axes}) for name, axes in EXPERTS.items()}
+        return {name: rule.update({name: x}, rule.init({name: x}))[0][name] for name, rule in rules.items()}
+
+    updates = change(x)
+    sizes = [
+        float(np.sqrt(np.sum(np.asarray(updates[name]) ** 2) / 2 / 8)) for name in EXPERTS
+    ]  # the singular values of a matrix, which has 8
     assert sizes[1] / sizes[0] == pytest.approx(2.0), "32 outputs of 8 inputs, and 8 of 32"
     assert sizes[0] == pytest.approx(1.0, abs=0.3)
 
@@ -444,8 +453,8 @@ def test_no_batch_of_matrices_is_given_to_lapack():
     """Two batches at once, on two threads, waited for each other for ever: a hang at the first update of SOAP on a CPU."""
     config = config_of("soap")
     optimizer = build_optimizer(config)
-    params = init_parameters(config.model, 0)
-    text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+    params, _ = drawn("soap")
+    text = jax.jit(optimizer.update).lower(params, jax.eval_shape(optimizer.init, params), params).as_text()
     batched = jax.jit(jnp.linalg.eigh).lower(jnp.zeros((3, 8, 8))).as_text()
     given = [re.findall(r"lapack_(?:ssyevd|sgeqrf|sorgqr)_ffi.*: \(tensor<([^>]*)x?f32>", one) for one in (text, batched)]
     assert {shape.count("x") for shape in given[1]} == {3} and {shape.count("x") for shape in given[0]} == {2}

@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import first_state, tiny_batch, tiny_program
 
-from maxlm.training.replay import Replay
+from maxlm.training.evidence import Replay
 
 MODEL = {"n_layers": 7, "layer_pattern": ["local", "local", "global"], "window": 16}  # two periods, and one layer more
 UP, QUERY, DOWN = ("layers", "0", "mlp", "up_DF"), ("layers", "1", "attention", "query_DHK"), ("tail", "0", "mlp", "down_FD")
@@ -21,7 +21,7 @@ def replay():
 def named(replay, *path, at=(), value=3e38, batch=None):
     """What the replay says where the entries `at` of a parameter are `value`."""
     program = replay._program
-    state = program.init()
+    state = first_state(program)
     tree, batch = state.params, batch or tiny_batch(0)
     for key in path[:-1]:
         tree = tree[key]
@@ -42,7 +42,7 @@ def test_the_first_tensor_and_its_layer_are_named(replay):
     assert named(replay, batch=tiny_batch(0)._replace(weights_BS=weights)) == ("batch.weights_BS", None)
 
 
-@pytest.mark.parametrize("slices", [0, 2, 4])
+@pytest.mark.parametrize("slices", [0, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_of_gradients_the_last_layer_is_named(slices):
     """They are computed backwards. Here those of two layers and of the embedding overflow, and nothing else. With compression they come
     stacked, one of each slice, as many as layers or not.

@@ -1,6 +1,7 @@
 """Going back: a scripted step around the real loop, with real checkpoints. What is left out is part of the data order."""
 
 import errno
+import functools
 import json
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ class Script:
     def init(self):
         return jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {"w": jnp.uint32(7), "bad": jnp.int32(0)}, {}), WHOLE)
 
-    @property
+    @functools.cached_property
     def abstract_state(self):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.init())
 
@@ -72,13 +73,17 @@ class Script:
 
     def step(self, state, n):
         self.trained.append(n)
-        bad = state.params["bad"] | int(n in self.poison)
-        loss = jnp.where(bad, self.loss, 3.0 + 0.01 * (n * 7919 % 13)).astype(jnp.float32)
-        params = {"w": state.params["w"] * jnp.uint32(31) + jnp.uint32(n), "bad": bad}
-        good, kept = jnp.isfinite(loss), keep_if(jnp.isfinite(loss), replace(state, params=params), state)
-        state = jax.device_put(replace(kept, step=state.step + 1, skipped=state.skipped + ~good), WHOLE)
-        values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": loss, "tokens": loss, "skipped": state.skipped}
-        return state, Metrics(values)
+        return advanced(state, n, n in self.poison, self.loss)
+
+
+@functools.partial(jax.jit, out_shardings=WHOLE)
+def advanced(state, n, poisoned, bad_loss):
+    bad = state.params["bad"] | poisoned
+    loss = jnp.where(bad, bad_loss, 3.0 + 0.01 * (n * 7919 % 13)).astype(jnp.float32)
+    params = {"w": state.params["w"] * jnp.uint32(31) + n.astype(jnp.uint32), "bad": bad}
+    good, kept = jnp.isfinite(loss), keep_if(jnp.isfinite(loss), replace(state, params=params), state)
+    state = replace(kept, step=state.step + 1, skipped=state.skipped + ~good)
+    return state, Metrics({"loss": loss, "grad_norm": jnp.float32(1.0), "lr": loss, "tokens": loss, "skipped": state.skipped})
 
 
 class KilledError(Exception):
@@ -103,7 +108,7 @@ class Events(list):
 
 @pytest.fixture(autouse=True)
 def no_flops(monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
 
 
 def run(folder, script, leave_out=(), events=None, stop=lambda step: None, init=None, copies=0):
@@ -145,7 +150,7 @@ def test_batch_numbers_are_those_not_left_out():
 def rolled_back(tmp_path_factory):
     """(folder, outcome, events, script) of a run with poison in batch 43: the spike is seen at update 48."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(meter, "step_flops", lambda config: 1.0)
+    patch.setattr(meter, "token_flops", lambda *_: 1.0)
     folder, script = tmp_path_factory.mktemp("rolled"), Script(poison=(43,))
     (folder / "config-until-45.yml").write_text("the settings until then")
     outcome, events = run(folder, script)
@@ -344,7 +349,7 @@ def test_limits_end_the_run_with_evidence(tmp_path):
     assert outcome.status == "unhealthy"
     assert len(events.of("rollback")) == 2
     assert "rolled back 2 times in 1,000 steps, and health.recent_roll_backs = 2" in outcome.message
-    assert "the newest checkpoint is that of step 30" in outcome.message
+    assert "the newest checkpoint is of step 30" in outcome.message
     pages = [page.read_text() for page in tmp_path.glob("evidence-*.md")]
     assert any("training was stopped" in page and page.count("- from step") == 2 for page in pages)
     again, _ = run(tmp_path, Script(poison=range(33, 999), recent_roll_backs=2))

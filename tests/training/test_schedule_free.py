@@ -22,7 +22,7 @@ from maxlm.models.adapters import leaf, stored
 from maxlm.run import reference_file
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
-from maxlm.training.loop import restore_or_init, train
+from maxlm.training.loop import train
 from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.saved_run import open_run
 from maxlm.training.schedule_free import ROOT, averaged
@@ -86,7 +86,7 @@ def test_it_resumes_to_the_bit_and_on_another_mesh(trained, tmp_path):
     checkpoints = Checkpoints(tmp_path, program.config.checkpoint, {})
     checkpoints.save(2, placed(program, states[2]), {})
     checkpoints.close()
-    state = restore_or_init(program, Checkpoints(tmp_path, program.config.checkpoint, {})).state
+    state = Checkpoints(tmp_path, program.config.checkpoint, {}).restore(program.abstract_state).state
     with jax.set_mesh(program.mesh):
         for n in range(2, STEPS):
             state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))

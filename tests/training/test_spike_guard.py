@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_config, tiny_program
+from tiny import first_state, tiny_batch, tiny_config, tiny_program
 
 from maxlm.config.sections.health import HealthConfig
 from maxlm.config.table import call
@@ -84,7 +84,7 @@ def program():
 @pytest.fixture(scope="module")
 def trained(program):
     """(state after 24 steps, metrics, some of the states between): the 23rd, of a token that is in no other batch, is refused."""
-    state, seen, kept = program.init(), [], {}
+    state, seen, kept = first_state(program), [], {}
     with jax.set_mesh(program.mesh):
         for n in range(24):
             batch = tiny_batch(n)

@@ -11,7 +11,7 @@ from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.loader import dump
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.memory.spaces import is_on_host
 from maxlm.parallel import build_mesh
 from maxlm.training.program import Program, build_program
@@ -47,15 +47,20 @@ def first_loss(program, state):
         return float(program.step(state, jax.device_put(tiny_batch(3), program.batch_sharding))[1].loss)
 
 
-LAYOUTS = [
-    {},
-    {"mesh": {"fsdp": 2, "tensor": 2}},
-    {"mesh": {"fsdp": 2}, "memory": {"remat": "full", "offload_state": {"optimizer": "host", "master": "host"}}},
-    pytest.param({"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}, marks=pytest.mark.soak),
-]
+OFFLOADED = {"mesh": {"fsdp": 2}, "memory": {"remat": "full", "offload_state": {"optimizer": "host", "master": "host"}}}
 
 
-@pytest.mark.parametrize("sections", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("source", "sections"),
+    [
+        pytest.param({}, OFFLOADED, id="dense, on the host"),
+        pytest.param({}, {"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}, marks=pytest.mark.soak, id="dense, muon"),
+        pytest.param(MOE, {}, id="experts"),
+        pytest.param(MOE, {"mesh": {"fsdp": 2, "tensor": 2}}, id="experts, fsdp x tensor"),
+    ],
+    indirect=["source"],
+    scope="module",  # as the fixture, or it would train again for each layout
+)
 def test_the_first_loss_is_that_of_the_source(source, sections, monkeypatch):
     folder, model, loss, params = source
     devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
@@ -76,7 +81,7 @@ def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
     folder, model, _, params = source
     program = tiny_program(2, model={**model, "vocab_size": 136}, mesh={"fsdp": 1, "tensor": 2})
     state = begin_from(program, StartFromConfig(path=str(folder)), None)
-    drawn = jax.device_get(program.init().params["embedding_VD"])
+    drawn = jax.device_get(first_state(program).params["embedding_VD"])
     table = jax.device_get(state.params["embedding_VD"])
     np.testing.assert_array_equal(table[:128], params["embedding_VD"])
     np.testing.assert_allclose(table[128:], drawn[128:], rtol=1e-6)
@@ -116,7 +121,7 @@ def test_another_folder_and_another_checkpoint_have_another_fingerprint(source, 
     assert fingerprint(mine) == fingerprint(copy) == fingerprint(StartFromConfig(path=str(source[0]), step=3))
     program = plain_program(bool(source[1]))
     checkpoints = Checkpoints(tmp_path / "copy" / "checkpoints", program.config.checkpoint, {})
-    checkpoints.save(4, program.init(), {})
+    checkpoints.save(4, first_state(program), {})
     checkpoints.close()
     assert fingerprint(mine) != fingerprint(copy), "of the newest"
     for wrong in ({"path": str(tmp_path / "nowhere")}, {"path": str(source[0]), "step": 7}):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import SEQ_LEN, first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.training.optimizer import build_optimizer, learning_rate
@@ -17,9 +17,12 @@ def leaves(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+LONG = {"train": {"steps": 30}}  # of all programs here, so that most tests share one
+
+
 @pytest.fixture(scope="module")
 def program():
-    return tiny_program(1)
+    return tiny_program(1, **LONG)
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +30,9 @@ def one_step(program):
     return run_steps(program, 2, first=Program.init)
 
 
-@pytest.mark.parametrize("microbatches", [4, 16])
-def test_microbatches_change_nothing(one_step, microbatches):
-    """Also when rows count for different numbers of tokens: the mean is over the tokens of the whole batch."""
-    state, metrics = run_steps(tiny_program(1, train={"microbatches": microbatches}), 2)
+def test_microbatches_change_nothing(one_step):
+    """Also when rows count for different numbers of tokens: the mean is over the tokens of the whole batch. The loss is in one chunk."""
+    state, metrics = run_steps(tiny_program(1, train={"steps": 30, "microbatches": 16, "loss_chunks": 1}), 2)
     for mine, wanted in zip(metrics, one_step[1], strict=True):
         np.testing.assert_allclose([mine.loss, mine.z, mine.grad_norm], [wanted.loss, wanted.z, wanted.grad_norm], rtol=1e-5)
         assert (mine.tokens, mine.batch_digest) == (wanted.tokens, wanted.batch_digest)
@@ -38,28 +40,27 @@ def test_microbatches_change_nothing(one_step, microbatches):
         np.testing.assert_allclose(mine, wanted, atol=2e-4)
 
 
-@pytest.mark.parametrize("chunks", [1, 8])
-def test_loss_chunks_change_nothing(one_step, chunks):
-    _, metrics = run_steps(tiny_program(1, train={"loss_chunks": chunks}), 2)
+def test_loss_chunks_change_nothing(one_step):
+    _, metrics = run_steps(tiny_program(1, train={"steps": 30, "loss_chunks": 8}), 2)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in one_step[1]], rtol=1e-6)
 
 
 def test_same_seed_same_bits_other_seed_other_bits(program, one_step):
     again, _ = run_steps(program, 2, first=Program.init)
-    other, _ = run_steps(program, 2, first=lambda _: tiny_program(1, train={"seed": 1}).init())
+    other, _ = run_steps(program, 2, first=lambda _: first_state(tiny_program(1, train={"steps": 30, "seed": 1})))
     assert all(np.array_equal(a, b) for a, b in zip(leaves(again), leaves(one_step[0]), strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(leaves(other), leaves(one_step[0]), strict=True))
 
 
-def test_a_model_learns_what_it_is_shown():
-    _, metrics = run_steps(tiny_program(1, train={"steps": 30, "z_loss": 0.0}), 30, batches=lambda n: tiny_batch(0))
+def test_a_model_learns_what_it_is_shown(program):
+    _, metrics = run_steps(program, 30, batches=lambda n: tiny_batch(0))
     assert metrics[-1].loss < 0.5 * metrics[0].loss
 
 
 @pytest.mark.parametrize("mesh", [{"devices": 1}, {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(mesh):
     mesh = dict(mesh)
-    program = tiny_program(mesh.pop("devices"), mesh=mesh)
+    program = tiny_program(mesh.pop("devices"), mesh=mesh, **LONG)
 
     def poisoned(n):
         batch = tiny_batch(n)

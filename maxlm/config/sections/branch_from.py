@@ -33,8 +33,8 @@ def _problems(
         fix = "set it in the stable run and in the branch, to the same number"
         yield "optimizer.ademamix.warmup_steps", None, rule, fix
     if objective_kind == "dpo":
-        rule = "has no reference of its own: that of objective.kind = dpo is the model which a run starts from"
+        rule = "names no reference model: with objective.kind = dpo the reference is the model which a run starts from"
         yield "train.branch_from", "set", rule, "use train.start_from"
 
 
-CAPABILITY = Capability(key="train.branch_from", rules=(_problems,))
+CAPABILITY = Capability(key="train.branch_from", rules=(_problems,), opening=("maxlm.training.start_from:BranchOff",))

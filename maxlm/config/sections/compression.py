@@ -68,7 +68,7 @@ def _links(settings: CompressionConfig, mesh: MeshConfig, diloco: object) -> Pro
 
 
 EXCLUDED = {
-    "model.lora": "trains adapters, whose gradients are small",
+    "model.lora": "trains adapters, and their gradients are small",
     "elastic": "changes the number of devices along mesh.data, each of which has feedback of its own",
 }
 

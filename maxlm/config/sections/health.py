@@ -47,6 +47,8 @@ CAPABILITY = Capability(
     key="health",
     rules=(_problems,),
     inert=_inert,
+    opening=("maxlm.training.health:LeftOut",),
     probes=("maxlm.training.layer_probe:LayerProbe",),
+    readers=("maxlm.training.layer_probe:UpdateNorms",),
     transforms=("maxlm.training.layer_figures:LayerFiguresOfUpdates", "maxlm.training.spike_guard:SpikeGuard"),
 )

@@ -36,4 +36,5 @@ CAPABILITY = Capability(
     key="integrity",
     chip_rules=(lambda settings, chip: on_platform(settings, gpu=not is_tpu(chip)),),
     full_mesh_rules=(on_mesh,),
+    opening=("maxlm.training.integrity:PossibleChecks",),
 )

@@ -102,7 +102,7 @@ def _format(quantized: QuantizedConfig) -> Problems:
     if gradients is not None and gradients not in GRADIENTS[name]:
         yield f"{FIELD}.gradients", gradients, f"cannot be multiplied by {FIELD}.format = {name}", f"use {' or '.join(GRADIENTS[name])}"
     if quantized.weights_only and gradients not in (None, "bf16"):
-        rule = f"contradicts {FIELD}.weights_only, whose matmuls are in precision.compute"
+        rule = f"contradicts {FIELD}.weights_only, which leaves matmuls in precision.compute"
         yield f"{FIELD}.gradients", gradients, rule, "remove one of them"
     if quantized.stochastic_rounding and quantized.gradient_element is None:
         rule = "does nothing, since gradients are not quantized"
@@ -187,9 +187,9 @@ def _layers_kept(quantized: QuantizedConfig, model: ModelConfig, mesh_stage: int
         if mesh_stage != 1:
             yield f"{FIELD}.{name}", count, f"all stages of a pipeline run one program (mesh.stage = {mesh_stage})", "use 0"
         elif count < apart or (count - apart) % period:
-            beside = f" beside the {apart} {where}" if apart else ""
+            other = f" next to the {apart} {where}" if apart else ""
             fix = f"use {apart + max(count - apart, 0) // period * period or period}"
-            yield f"{FIELD}.{name}", count, f"is no whole number of periods of {period} layers{beside}", fix
+            yield f"{FIELD}.{name}", count, f"is no whole number of periods of {period} layers{other}", fix
     if quantized.first_layers + quantized.last_layers >= model.n_layers:
         rule = f"leaves none of model.n_layers = {model.n_layers} to quantize"
         field = "last_layers" if quantized.last_layers else "first_layers"

@@ -26,6 +26,11 @@ class MemoryConfig(Section):
         """True if weights or gradients of the layers are in host memory."""
         return self.offload_state is not None and self.offload_state.layers_on_host
 
+    @property
+    def offload_by_policy(self) -> tuple[RematName, ...]:
+        """Names of `offload` that the remat policy moves; none where layers are streamed, since `layer_stream` keeps their inputs."""
+        return () if self.layers_on_host else self.offload
+
 
 def _problems(memory: MemoryConfig, model: ModelConfig) -> Problems:
     if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":

@@ -20,4 +20,4 @@ class MemoryCheckpointsConfig(Section):
     mtbf_hours: PositiveFloat = 5700.0
 
 
-CAPABILITY = Capability(key="memory_checkpoints")
+CAPABILITY = Capability(key="memory_checkpoints", opening=("maxlm.training.opening:CopiesInMemory",))

@@ -1,8 +1,8 @@
-"""Sizes of the named mesh axes."""
+"""Sizes of the named mesh axes, and the one table of which mesh axes split each logical axis of a tensor."""
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -13,6 +13,44 @@ from maxlm.config.sections.pipeline import PipelineConfig
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
 ContextAttention = Literal["ring", "gather", "ulysses"]
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+class LogicalAxis(NamedTuple):
+    """One row of the table: read by the rules, by the partition specs (`maxlm.parallel.sharding`) and by the search for a layout."""
+
+    mesh: tuple[str, ...] = ()  # mesh axes that split it, outermost first
+    sizes: tuple[str, ...] = ()  # settings that give the size of such a dim; one in a section that is absent gives none
+    reason: str = ""
+
+
+LOGICAL_AXES: Mapping[str, LogicalAxis] = {
+    "batch": LogicalAxis(BATCH_AXES, ("train.global_batch",)),
+    "seq": LogicalAxis(("context",), ("data.seq_len",)),
+    "kv_heads": LogicalAxis(("tensor",), ("model.n_kv_heads",), "each tensor shard needs whole key/value heads"),
+    "heads": LogicalAxis(("tensor",), ("model.n_heads",)),
+    "mlp": LogicalAxis(("tensor",), ("model.d_ff", "model.moe.d_ff")),
+    "vocab": LogicalAxis(("tensor", "stage"), ("model.vocab_size",), "tables and the loss are split along it"),
+    # Between tensor-parallel regions the sequence is split over `tensor`, too, and over `stage` where the vocabulary is split over it.
+    "seq_between": LogicalAxis(("context", "tensor"), ("data.seq_len",), "split between tensor-parallel regions"),
+    "seq_vocab": LogicalAxis(("context", "tensor", "stage"), ("data.seq_len",), "split where tokens are looked up"),
+    # Width of a weight (ZeRO-3), at rest over a pipeline's stages too: by each of these axes that splits no other dim of the tensor.
+    "embed": LogicalAxis(
+        ("fsdp", "expert", "stage"),
+        ("model.d_model", "model.latent.q_rank", "model.latent.kv_rank"),
+        "every matrix is split along it",
+    ),
+    "embed_act": LogicalAxis(),  # width of activations, of norms and of biases: whole
+    "expert": LogicalAxis(("expert",), ("model.moe.n_experts",), "each device of the axis holds whole experts"),
+    "choices": LogicalAxis(),  # experts, where every device knows all of them
+    "worker": LogicalAxis(("data",), ("diloco.workers",), "each device of the axis holds whole workers"),
+    "head_dim": LogicalAxis(),
+    "rank": LogicalAxis(),  # of adapters
+    "position": LogicalAxis(),
+    "layers": LogicalAxis(),
+    "run": LogicalAxis(),
+}
+RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICAL_AXES.items()}
 
 
 class MeshConfig(Section):

@@ -89,4 +89,10 @@ def _inert(moe: MoeConfig) -> Iterator[Inert]:
         yield Inert(f"{router}.groups", f"{router}.top_groups = {moe.router.top_groups} are all of them", "lower top_groups")
 
 
-CAPABILITY = Capability(key="model.moe", rules=(_problems, _router), written_rules=(_untrained_router,), inert=_inert)
+CAPABILITY = Capability(
+    key="model.moe",
+    rules=(_problems, _router),
+    written_rules=(_untrained_router,),
+    inert=_inert,
+    readers=("maxlm.training.routing:RoutingReader",),
+)

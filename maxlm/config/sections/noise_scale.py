@@ -34,5 +34,9 @@ def _on_mesh(settings: NoiseScaleConfig, sizes: Sizes) -> Problems:
 
 
 CAPABILITY = Capability(
-    key="train.noise_scale", rules=(_problems,), mesh_rules=(_on_mesh,), transforms=("maxlm.training.noise_scale:PartNorms",)
+    key="train.noise_scale",
+    rules=(_problems,),
+    mesh_rules=(_on_mesh,),
+    transforms=("maxlm.training.noise_scale:PartNorms",),
+    readers=("maxlm.training.noise_scale:NoiseScale",),
 )

@@ -64,7 +64,7 @@ def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
     router, name = moe.router, "model.moe.router"
     if router.choice == "expert":
         rule = f"compares the tokens of a whole row, and objective.kind = {kind} packs conversations that must not see each other"
-        yield f"{name}.choice", "expert", rule, "fine-tune a model whose tokens choose"
+        yield f"{name}.choice", "expert", rule, "fine-tune a model with choice: token"
     if kind == "dpo" and router.capacity is not None:
         rule = "drops a token by what comes before it in the row, so one text has other log-probabilities in another row"
         yield f"{name}.capacity", router.capacity, rule, "use null, which may differ from the source's"

@@ -49,12 +49,12 @@ class OffloadStateConfig(Section):
         if self.optimizer is None and self.master is None:
             paths.refuse("name a kind of state", "write optimizer: host, or remove the section")
         if self.gradients is not None and self.optimizer != "host":
-            paths.refuse("have optimizer: host beside gradients: host: moments take more memory than gradients", "write optimizer: host")
+            paths.refuse("have optimizer: host with gradients: host: moments take more memory than gradients", "write optimizer: host")
         if self.weights is not None and self.master != "host":
-            paths.refuse("have master: host beside weights: host: masters take more memory than their copy", "write master: host")
+            paths.refuse("have master: host with weights: host: masters take more memory than their copy", "write master: host")
         if self.layers_on_host and self.on_nvme:
             paths.refuse(
-                "have no state in files beside gradients or weights on the host", "write host for nvme, or remove gradients and weights"
+                "have no state in files when gradients or weights are on the host", "write host for nvme, or remove gradients and weights"
             )
         if self.on_nvme and self.nvme is None:
             paths.refuse("have the setting nvme.dir where state is kept in files", "name a folder on a local disk")
@@ -64,7 +64,7 @@ class OffloadStateConfig(Section):
 
 
 ON_DEVICE = {  # what reads the state on the device between updates
-    "diloco": "has workers whose states are updated where they lie",
+    "diloco": "updates the states of workers where they lie",
     "health.layers": "compares parameters before and after every update on the device",
     "integrity": "compares copies of the state on the devices",
     "memory_checkpoints": "copies the state on the devices",
@@ -123,5 +123,6 @@ CAPABILITY = Capability(
     key="memory.offload_state",
     rules=(excludes(ON_DEVICE, ", and memory.offload_state keeps it elsewhere"), _layers_on_host),
     state=_state,
+    needs=("maxlm.training.memory_needs:OffloadedState",),
     placement=("maxlm.training.offloaded:Offloaded", "maxlm.training.nvme_step:InFiles"),
 )

@@ -55,7 +55,7 @@ def _problems(state: OptimizerStateConfig, optimizer_name: str, precision_comput
             rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {precision_compute}"
             yield f"{field}.masters", state.masters, rule, "use float32, or precision.compute=bfloat16"
         if diloco is not None:
-            rule = "keeps no float32 weights whose mean over workers diloco could take"
+            rule = "keeps no float32 weights for diloco to average over workers"
             yield f"{field}.masters", state.masters, rule, "use float32, or remove diloco"
         if model_lora is not None:
             rule = "is for weights that are trained, and model.lora trains few numbers"

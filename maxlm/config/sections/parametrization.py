@@ -48,7 +48,7 @@ def _problems(
     """Problems of the section itself, and of what does not go together with it."""
     if chosen.kind == "completep" and chosen.base_depth is None:
         rule = f"is not set, and {FIELD}.kind = completep reads it"
-        yield f"{FIELD}.base_depth", None, rule, "set the n_layers of the model whose settings were tuned, or use kind=mup"
+        yield f"{FIELD}.base_depth", None, rule, "set the n_layers of the model that the settings were tuned on, or use kind=mup"
     if chosen.kind == "mup" and chosen.base_depth is not None:
         rule = f"does nothing with {FIELD}.kind = mup, which is about widths"
         yield f"{FIELD}.base_depth", chosen.base_depth, rule, "remove it, or use kind=completep"
@@ -62,7 +62,7 @@ def _problems(
         rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
         yield "compression.kind", compression_kind, rule, f"use compression.kind=int8, or remove {FIELD}"
     if model_lora is not None:
-        rule = "trains adapters, whose rates depend on the width in another way (LoRA+, arXiv 2402.12354)"
+        rule = "trains adapters, and their rates depend on the width in another way (LoRA+, arXiv 2402.12354)"
         fix = f"train all parameters, or `maxlm export` the model, which folds {FIELD} into its weights, and start from its import"
         yield "model.lora", "set", f"{rule} than {FIELD} says", fix
 

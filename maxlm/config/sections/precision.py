@@ -122,4 +122,5 @@ CAPABILITY = Capability(
     inert=_inert,
     identity=lambda one: {} if one.scaling is None else {"precision.compute": one.compute},  # the loss scale is part of the state
     transforms=("maxlm.training.loss_scale:LossScaling",),
+    readers=("maxlm.training.loss_scale:Overflows",),
 )

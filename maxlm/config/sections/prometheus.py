@@ -24,4 +24,4 @@ class PrometheusConfig(Section):
     host: Annotated[Text, AfterValidator(_ip_address)] = "127.0.0.1"  # address to listen at; there is no password
 
 
-CAPABILITY = Capability(key="prometheus")
+CAPABILITY = Capability(key="prometheus", observers=("maxlm.telemetry.prometheus:PrometheusObserver",))

@@ -104,7 +104,12 @@ def _problems(
         if model_learned_positions is not None:
             yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
         if rope.share is not None and model_latent_rope_dim is not None:
-            yield f"model.{name}.share", rope.share, "has no meaning with model.latent, whose rope_dim says what is turned", "remove it"
+            yield (
+                f"model.{name}.share",
+                rope.share,
+                "has no meaning with model.latent, where rope_dim is the number of rotated dims",
+                "remove it",
+            )
         elif rope.share is not None and (dims := rope.rotary_dims(model_head_dim)) % 2 + (dims == 0):
             rule = f"turns {dims} of model.head_dim = {model_head_dim} dims, and RoPE turns pairs"
             yield f"model.{name}.share", rope.share, rule, "use one that makes an even number, such as 0.5"

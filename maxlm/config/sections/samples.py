@@ -33,4 +33,4 @@ def _problems(samples: SamplesConfig, model: ModelConfig, data_seq_len: int) -> 
         yield "samples.tokens", samples.tokens, rule, f"use for example {limit // 2}"
 
 
-CAPABILITY = Capability(key="samples", rules=(_problems,))
+CAPABILITY = Capability(key="samples", rules=(_problems,), needs=("maxlm.training.memory_needs:Generation",))

@@ -6,20 +6,13 @@ from typing import Annotated
 from pydantic import Field
 
 from maxlm.config.capability import Capability, Problems, Sizes, divisors_text, keeps
-from maxlm.config.fields import Count, LocalPath, NonNegative, Positive, Section, Seed, Tokens
+from maxlm.config.fields import Count, NonNegative, Positive, Section, Seed, Tokens
 from maxlm.config.sections.batch_ramp import BatchStageConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.data import HeldOutConfig
 from maxlm.config.sections.diloco import DilocoConfig, shards_of
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
-
-
-class StartFromConfig(Section):
-    """Parameters to begin with, from a run or an imported model; the optimizer and the schedule begin anew."""
-
-    path: LocalPath  # the folder of the run or of the imported model
-    step: Count | None = None  # of its checkpoint; None: the newest
-    weights: str = "raw"  # parameters, or the name of an average of them, such as ema
+from maxlm.config.sections.start_from import StartFromConfig
 
 
 class TrainConfig(Section):

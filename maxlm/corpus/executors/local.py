@@ -48,7 +48,8 @@ class LocalExecutor:
 
     def _in_processes(self, plan: Plan, number: int, left: dict[int, Task], progress: Progress) -> None:
         """Remove from `left` what is done. Raises BrokenProcessPool."""
-        workers, context = min(self.workers, len(left)), multiprocessing.get_context("spawn")
+        workers, context = min(self.workers, len(left)), multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports take a second: once a run, not in every process of each pass
         reached: MutableSequence[int] = context.RawArray("q", 2 * len(plan.tasks))  # bytes and documents of each task
         pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(reached,))
         try:

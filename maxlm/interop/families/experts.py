@@ -22,7 +22,7 @@ class _OneOfSeveral(Row):
 
     def read(self, keys: Keys, section: Section) -> None:
         if section["moe.top_k"] == 1 < section["moe.n_experts"] and section.get("moe.router.normalize", True):
-            rule = "is not supported here: this family scales the weights of chosen experts to a sum of 1, so that of one is always 1"
+            rule = "is not supported here: this family scales the weights of chosen experts to a sum of 1, so a single weight is always 1"
             keys.refuse("num_experts_per_tok", 1, rule)
 
 

@@ -27,7 +27,7 @@ class Family:
     """One architecture of the Hugging Face library (`model_type`).
 
     `table`: keys of config.json and our settings; `rules`: tensors and our parameters; `defaults`: values of missing keys, where the
-    library's differ from those of the table. `ignored`: tensors without weights: name -> description. `copies`: tensors that must equal
+    library's differ from the table's. `ignored`: tensors without weights: name -> description. `copies`: tensors that must equal
     another: name -> the other. `prefix`: of all tensor names, which some files leave out.
     """
 

@@ -16,9 +16,9 @@ from maxlm.config.sections.rope import RopeConfig
 from maxlm.hardware.chips import LANES
 from maxlm.kernels.attention import Layout, Mask
 from maxlm.kernels.attention.mask import CAUSAL
+from maxlm.kernels.attention.rotary import Angles, rotate
 from maxlm.kernels.attention.tpu import computed_pairs, padded
-from maxlm.kernels.platform import device
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, BlockContext, Norm, enter, linear, matrix_size, parameter
+from maxlm.models.layers import BETWEEN, ENTERING, Axes, BlockContext, Norm, enter, linear, matrix_size, parameter
 from maxlm.models.mixers.rope_scaling import rope_gains, scaled_frequencies
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes
@@ -44,21 +44,6 @@ def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S
     angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequencies
     gain_F = jnp.asarray([rope_gains(config)[0] if config.scaling else 1.0] * (dim // 2) + [1.0] * rest, jnp.float32)
     return gain_F * jnp.cos(angle_BSF), gain_F * jnp.sin(angle_BSF)
-
-
-def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
-    """Rotate pairs (i, i + K/2) of every head by their angle, computed in float32."""
-    cos_BS1K, sin_BS1K = (jnp.concatenate([a, a], axis=-1)[:, :, None, :] for a in angles)
-    return (x_BSHK.astype(jnp.float32) * cos_BS1K + _quarter_turn(x_BSHK).astype(jnp.float32) * sin_BS1K).astype(x_BSHK.dtype)
-
-
-def _quarter_turn(x: jax.Array) -> jax.Array:
-    """(first half, second half) of the last dim as (-second half, first half). On TPU by a matmul, since its memory moves whole lanes."""
-    half = x.shape[-1] // 2
-    if device()[0] != "tpu":
-        return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    rotation_KK = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
-    return jnp.einsum("...K,KL->...L", x, rotation_KK, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def _rope(config: ModelConfig, name: str) -> RopeConfig:

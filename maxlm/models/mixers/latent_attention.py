@@ -6,8 +6,9 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.model import LatentConfig
+from maxlm.kernels.attention.rotary import rotate
 from maxlm.models.layers import BETWEEN, ENTERING, BlockContext, Norm, enter, linear, matrix_size, parameter
-from maxlm.models.mixers.attention import HEADS, AttentionBase, Cache, rotate
+from maxlm.models.mixers.attention import HEADS, AttentionBase, Cache
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
 # B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: first those without position, then rotary ones; V of values
