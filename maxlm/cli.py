@@ -257,7 +257,7 @@ def run_corpus(file: Annotated[str, typer.Argument(metavar="FILE", help="A corpu
     settings, scorer = load_as(CorpusSettings, file, overrides or []), None
     perplexity = settings.filters and settings.filters.perplexity
     if perplexity and perplexity.checkpoint:
-        from maxlm.evaluation.text_scorer import find_checkpoint
+        from maxlm.evaluation.opening import find_checkpoint
 
         scorer = find_checkpoint(perplexity.checkpoint)
     run(settings, lambda line: typer.echo(line, err=True), scorer)
@@ -626,9 +626,9 @@ def _links_during_training(
     if not cluster and (
         topology is not None or slices is not None or load(name, overrides, any_mesh=True, assume=True).config.cluster is not None
     ):
-        from maxlm.cost import link_command
+        from maxlm.cost import link_schedule
 
-        return link_command.run(name, overrides, topology, slices, out, as_json=as_json)
+        return link_schedule.run(name, overrides, topology, slices, out, as_json=as_json)
     from maxlm.diagnostics.comm import during_training
 
     return during_training.run(load(name, overrides).config, cluster, steps, out, as_json=as_json)

@@ -5,6 +5,7 @@ process, see `maxlm.run.jax_setup`. Most of the suite's time is compilation, and
 milliseconds. XLA:CPU therefore uses its older emitters (two thirds of the time) and LLVM at level 0 (a quarter of the time of level 1).
 """
 
+import functools
 import gc
 import os
 import signal
@@ -30,6 +31,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would translate the source again
 
 import jax
+import typer.main
 from jax._src import compilation_cache, compiler
 
 from maxlm.run.jax_setup import enable_compilation_cache
@@ -62,6 +64,7 @@ def share_programs() -> None:
 
 share_programs()
 
+typer.main.get_command = functools.cache(typer.main.get_command)  # to make the commands' parsers takes 20 ms of each `cli.main()`
 gc.set_threshold(200_000, 20, 100)  # tracing makes millions of small objects that live on: collecting rarely saves a twentieth of the time
 
 

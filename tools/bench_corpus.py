@@ -88,7 +88,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 def given(sources: list[str]) -> Iterator[tuple[str, str]]:
     """Names and texts of the documents at `sources`."""
     from maxlm.corpus.document import Document
-    from maxlm.corpus.read import read
+    from maxlm.corpus.files import read
     from maxlm.documents.files import find_once
 
     for file in find_once(sources):

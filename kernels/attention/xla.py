@@ -1,4 +1,7 @@
-"""Attention in plain XLA operations: the portable form. Long sequences go in blocks of queries, so scores never fill memory."""
+"""Attention in plain XLA operations: the portable form, and the entropy of its weights for a few queries.
+
+Long sequences go in blocks of queries, so scores never fill memory. Entropy needs the scores in full, which flash kernels never form.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,3 +138,34 @@ def _bias(query_at: Sequence[jax.Array], key_at: At, prefix_BT: jax.Array | None
         if mask.form != "causal":
             seen_BST &= key_at[1][:, None, :] - query_at[1][:, :, None] < mask.window
     return jnp.where(seen_BST, 0.0, jnp.finfo(jnp.float32).min)
+
+
+# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim
+
+
+def attention_entropy(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BTGK: Float[Array, "B T G K"],
+    query_at: At,
+    key_at: At,
+    *,
+    prefix_BT: Bool[Array, "B T"] | None = None,
+    scale: float,
+    mask: Mask,
+    softcap: float | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
+) -> Float[Array, "B S H"]:
+    """-sum(w ln w) over the keys that each query attends to, and its sink if there is one, in nats, float32; of padding, too.
+
+    Options as in `maxlm.kernels.attention.attention`. Memory and time grow with S x T: give a few queries only.
+    """
+    query_at, key_at = ((mask.segments(segments), positions) for segments, positions in (query_at, key_at))
+    scores_BGRST = masked_scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
+    if sinks_H is not None:
+        sinks_GR11 = sinks_H.astype(jnp.float32).reshape(*scores_BGRST.shape[1:3], 1, 1)
+        sinks_BGRS1 = jnp.broadcast_to(sinks_GR11, (*scores_BGRST.shape[:-1], 1))
+        scores_BGRST = jnp.concatenate([scores_BGRST, sinks_BGRS1], axis=-1)
+    logs_BGRST = jax.nn.log_softmax(scores_BGRST, axis=-1)
+    weights_BGRST = jnp.exp(logs_BGRST)
+    entropy_BGRS = -jnp.sum(jnp.where(weights_BGRST > 0, weights_BGRST * logs_BGRST, 0.0), axis=-1)  # 0 x -inf
+    return jnp.moveaxis(entropy_BGRS, -1, 1).reshape(q_BSHK.shape[:3])

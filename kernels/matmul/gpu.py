@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from maxlm.kernels import hopper
-from maxlm.kernels.hopper import DEPTH, DEVICES, PIECE, ROWS, SHARE, STAGES, Block, Index, Product, Ref
+from maxlm.kernels.hopper import DEPTH, DEVICES, PIECE, ROWS, SHARE, STAGES, Block, Index, Product
 
 # M rows, D model width, F feed-forward width
 
@@ -242,7 +242,7 @@ class _Backward(_Block):
             slot = hopper.opaque(hopper.slot_of(first + shape.deep + piece))
             plgpu.barrier_wait(refs.full.at[slot])
             tiles = refs.dy_tile.at[slot, rows], *(refs.down_tile.at[slot, pl.ds(part * ROWS + mine * SHARE, SHARE)] for part in (0, 1))
-            gate, up = (self._load(ref) for ref in tiles[1:])
+            gate, up = (hopper.load(ref, plgpu.Layout.WGMMA, self.shape) for ref in tiles[1:])
             # Registers do not hold all at once: only after the gate is `up` turned into float32.
             activated, slope, up = jax.lax.optimization_barrier((*shape.act(gate.astype(jnp.float32)), up))
             wide, dpiece = up.astype(jnp.float32), dhidden[:, piece * PIECE : (piece + 1) * PIECE]
@@ -257,9 +257,6 @@ class _Backward(_Block):
                 plgpu.barrier_arrive(refs.free.at[hopper.slot_of(first + shape.deep + piece - 1)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(refs.free.at[hopper.slot_of(first + shape.steps - 1)])
-
-    def _load(self, ref: Ref) -> jax.Array:
-        return hopper.load(ref, plgpu.Layout.WGMMA, self.shape)
 
 
 def _call(

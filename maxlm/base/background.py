@@ -87,7 +87,9 @@ class Background:
             try:
                 function(argument)
             except OSError as error:
-                self._failed(error)
+                if self._failing_since is None:
+                    self._failing_since = time.monotonic()
+                    self._report_seldom(f"cannot write: {_message(error)}; up to {self._limit:,} records are queued and written later")
             except Exception as error:
                 self._disabled = f"switched off: {_message(error)}"
                 self._report(f"{self._disabled}; training goes on without it", error)
@@ -103,11 +105,6 @@ class Background:
                 self._disabled = f"cannot write; {_records(self._lost + self._queue.qsize())} lost"
                 return False
             wait_s = min(2 * wait_s, RETRY_MAX_S)
-
-    def _failed(self, error: OSError) -> None:
-        if self._failing_since is None:
-            self._failing_since = time.monotonic()
-            self._report_seldom(f"cannot write: {_message(error)}; up to {self._limit:,} records are queued and written later")
 
     def _worked(self) -> None:
         if self._reported_blocked or (self._failing_since is not None and self._failing_since <= self._reported_at):

@@ -18,3 +18,8 @@ class Console(RichConsole):
     def render_str(self, text: str, **settings: Any) -> Text:
         """Text of a line or a table's cell; control characters and marks of writing direction become visible escapes."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **settings)
+
+
+def print_line(console: RichConsole, line: str) -> None:
+    """Print a line without colours and without breaking it at the width of the terminal, so that it can be copied or searched for."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import math
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -36,6 +38,16 @@ class ExitCode(IntEnum):
 def printable(text: str) -> str:
     """`text` with all characters that are not printable, such as escape, written out."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def shell_command(*words: str) -> str:
+    """Join words to one line for a POSIX shell; a word with control characters is quoted as `$'...'`, with its bytes as escapes."""
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_escaped, word))}'" for word in words)
+
+
+def _escaped(char: str) -> str:
+    """A character within `$'...'`."""
+    return char if char.isprintable() and char not in "'\\" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 class UserError(Exception):

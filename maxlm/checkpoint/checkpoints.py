@@ -27,11 +27,10 @@ from maxlm.base.paths import is_remote
 from maxlm.base.transient import first_line, is_storage_error, is_transient, retried
 from maxlm.checkpoint import digest, manifest
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
-from maxlm.checkpoint.folder import CheckpointFolder
+from maxlm.checkpoint.folder import HEALTHY, CheckpointFolder, retention
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, read_checkpoint
 from maxlm.checkpoint.recovery import Found
-from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
 from maxlm.cluster import agree
 from maxlm.config.schema import CheckpointConfig

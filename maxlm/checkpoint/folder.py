@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: listing it, moving checkpoints aside, removing failed saves.
+"""The folder of a run's checkpoints: listing it, moving checkpoints aside, removing failed saves, and which checkpoints are retained.
 
 Methods do not communicate: each process sees the folder for itself.
 """
@@ -9,8 +9,9 @@ import logging
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -19,6 +20,7 @@ from maxlm.base.paths import is_remote
 from maxlm.base.transient import first_line, is_storage_error
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.reader import check_metadata, holds
+from maxlm.config.schema import CheckpointConfig
 
 _log = logging.getLogger(__name__)
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove a failed save, and the pause after each
@@ -156,3 +158,36 @@ def _remove(folder: ocp.path.Path) -> str:
             raise
         return f"{folder.name}: {first_line(error)}"
     return ""
+
+
+HEALTHY = "healthy"  # entry of a data position: False if training was in trouble when the state was saved
+
+
+class NewestHealthy:
+    """Preserves the newest checkpoint that is known to be healthy, and newer ones of which that is not known (the protocol
+    `PreservationPolicy` of Orbax).
+    """
+
+    def __init__(self, healthy: Callable[[int], bool | None]) -> None:
+        """`healthy`: the mark of the checkpoint of a step; None if it cannot be read."""
+        self._healthy = healthy
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Decisions for each checkpoint, oldest first: whether it stays."""
+        preserved = set()
+        for step in sorted((one.step for one in checkpoints), reverse=True):
+            mark = self._healthy(step)
+            if mark is not False:
+                preserved.add(step)
+            if mark:  # mostly the first: no other mark is read
+                break
+        return [one.step in preserved for one in checkpoints]
+
+
+def retention(config: CheckpointConfig, healthy: Callable[[int], bool | None]) -> ocp.training.preservation_policies.AnyPreservationPolicy:
+    """The policy that `config` describes."""
+    policies = ocp.training.preservation_policies
+    keep = [policies.LatestN(config.keep), NewestHealthy(healthy)]
+    if config.keep_every is not None:
+        keep.append(policies.EveryNSteps(config.keep_every))
+    return policies.AnyPreservationPolicy(keep)

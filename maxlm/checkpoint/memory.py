@@ -153,7 +153,9 @@ class MemoryCopies:
         if self._copies == 0:
             self._remove_newer(step)
             self._complete = self.newest_step if self.newest_step < step else -1  # the same in all processes
-        self._time_step(step, began)
+        if self._copies:
+            a_step = min((began - self._ended) / max(step - self._at, 1), 2e3)
+            self._measured = (*self._measured[:2], max(int(a_step * 1e6), 1))
         agreed = agree.start_largest(np.array([-max(self._complete, self._written), *self._measured], np.int32))
         job = self._job = CopyJob(self._claimed(), step, agreed)
         try:
@@ -277,11 +279,6 @@ class MemoryCopies:
             rule = f"is memory, of which {in_bytes(available)} are available, and copies take up to {in_bytes((_COMPLETE + 1) * needed)}"
             kind = ConfigError if (_COMPLETE + 1) * needed > (host_memory() or available) else UnavailableSettingError
             raise kind(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
-
-    def _time_step(self, step: int, now: float) -> None:
-        if self._copies:
-            a_step = min((now - self._ended) / max(step - self._at, 1), 2e3)
-            self._measured = (*self._measured[:2], max(int(a_step * 1e6), 1))
 
     def _settle(self) -> None:
         """Wait for the copy that is being written."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import DamagedError
+from maxlm.checkpoint.folder import HEALTHY
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
 from maxlm.checkpoint.reader import check_leaves
-from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tiles import Index, bounded, overlap
 from maxlm.cluster import agree
 

@@ -16,7 +16,7 @@ from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
 from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.tally import total
+from maxlm.corpus.tasks import total
 
 LOCK_SECONDS = 5.0  # for which a run that is about to end may still use the output
 

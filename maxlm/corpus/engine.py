@@ -24,15 +24,14 @@ from maxlm.base.atomic import write_text
 from maxlm.base.errors import UnavailableError, UserError, shorten, system_errors
 from maxlm.base.paths import read_file, user_path
 from maxlm.config import conditions
-from maxlm.corpus import shards
+from maxlm.corpus import files
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
+from maxlm.corpus.files import read
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
 from maxlm.corpus.page import page
-from maxlm.corpus.read import read
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import KINDS, PARQUET, Resources, Stage, Stream, build_stages
-from maxlm.corpus.tally import Tally, add, total
-from maxlm.corpus.tasks import Task, divide, fingerprint
+from maxlm.corpus.tasks import Tally, Task, add, divide, fingerprint, total
 from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
 
@@ -81,19 +80,19 @@ class Plan:
     def documents(self, number: int, task: Task) -> Path:
         """The shard of documents that a pass writes."""
         last = number == len(self.names) - 1
-        ending = shards.PARQUET if last and self.settings.format == "parquet" else shards.ENDING
+        ending = files.PARQUET if last and self.settings.format == "parquet" else files.ENDING
         return (self.output if last else self.folder(number)) / "documents" / f"{task.name}{ending}"
 
-    def shard(self, number: int, task: Task) -> AbstractContextManager[shards.ShardWriter]:
+    def shard(self, number: int, task: Task) -> AbstractContextManager[files.ShardWriter]:
         """A writer of that shard."""
         path = self.documents(number, task)
-        if path.name.endswith(shards.PARQUET):
-            return shards.parquet_shard(path, json.loads(read_file(self.folder(number) / KINDS)))
-        return shards.shard(path)
+        if path.name.endswith(files.PARQUET):
+            return files.parquet_shard(path, json.loads(read_file(self.folder(number) / KINDS)))
+        return files.shard(path)
 
     def removed(self, number: int, task: Task) -> Path:
         """Shard of removed documents that a pass writes."""
-        return self.output / "removed" / self.names[number] / f"{task.name}{shards.ENDING}"
+        return self.output / "removed" / self.names[number] / f"{task.name}{files.ENDING}"
 
     def collected(self, number: int, task: Task) -> Path:
         """File in which a pass collects what the next search needs."""
@@ -101,18 +100,18 @@ class Plan:
 
     def mark(self, number: int, task: Task) -> dict[str, Any] | None:
         """Counts of a finished task; None if it is to be done."""
-        files = [self.documents(number, task), self.removed(number, task)]
+        written = [self.documents(number, task), self.removed(number, task)]
         if number + 1 < len(self.names):
-            files.append(self.collected(number, task))
-        return self.counts(number, task) if all(file.is_file() for file in files) else None
+            written.append(self.collected(number, task))
+        return self.counts(number, task) if all(file.is_file() for file in written) else None
 
     def counts(self, number: int, task: Task) -> dict[str, Any] | None:
         """Counts of a finished task, whether or not what only the next passes need is still there."""
-        return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
+        return files.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
 
     def is_combined(self, number: int) -> bool:
         """True if the search before pass `number` is done."""
-        return shards.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
+        return files.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
 
     def mark_path(self, number: int, task: Task) -> Path:
         """Mark of a finished task."""
@@ -186,7 +185,7 @@ def _foreign(output: Path) -> str:
     ]
     wanted = [file for folder in folders for file in folder.iterdir()]
     if (output / "documents").is_dir():
-        wanted += [file for file in (output / "documents").iterdir() if file.name.endswith((shards.ENDING, shards.PARQUET))]
+        wanted += [file for file in (output / "documents").iterdir() if file.name.endswith((files.ENDING, files.PARQUET))]
     strange = [file for file in wanted if not _OWN.fullmatch(file.name) and not file.name.startswith(".")]
     if (output / "stages").is_dir():
         strange += [entry for entry in (output / "stages").iterdir() if not (entry.is_dir() and _PASS.fullmatch(entry.name))]
@@ -222,7 +221,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             bisect.insort(best, (rank, json.dumps(asdict(one))))
             del best[EXAMPLES:]
 
-    def survivors(stream: Stream, kept: shards.ShardWriter, dropped: shards.ShardWriter) -> Iterator[Document]:
+    def survivors(stream: Stream, kept: files.ShardWriter, dropped: files.ShardWriter) -> Iterator[Document]:
         for one in stream:
             if isinstance(one, Document):
                 kept.write(one)
@@ -242,7 +241,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
         for folder in (plan.output / "marks").glob("*/") if number == len(plan.names) - 1 else ():
             if folder.name not in plan.names:  # the last pass of another run may have written the same shard
                 (folder / f"{task.name}.json").unlink(missing_ok=True)
-        with shards.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
+        with files.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
             documents = survivors(stream, kept, dropped)
             if number + 1 < len(plan.names):
                 collected = plan.collected(number, task)
@@ -259,7 +258,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             "sha256": kept.digest,
             "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
         }
-        shards.finish(plan.mark_path(number, task), mark)
+        files.finish(plan.mark_path(number, task), mark)
     return mark
 
 
@@ -350,7 +349,7 @@ def _apply(plan: Plan, number: int, task: Task, tell: Tell) -> Stream:
     stage, tagging, waiting = plan.stages[number - 1], plan.settings.tag, deque[Document]()
 
     def documents() -> Iterator[Document]:
-        for place, document in enumerate(shards.read_documents(plan.documents(number - 1, task)), start=1):
+        for place, document in enumerate(files.read_documents(plan.documents(number - 1, task)), start=1):
             tell(task.size * place // count, place)
             waiting.append(document)
             if not is_tagged(document, tagging):
@@ -373,9 +372,9 @@ def combine(plan: Plan, number: int, threads: int) -> None:
         (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        files = [plan.collected(number - 1, task) for task in plan.tasks]
-        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
+        collected = [plan.collected(number - 1, task) for task in plan.tasks]
+        plan.stages[number - 1].combine(collected, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+        files.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -452,8 +451,8 @@ def _reasons(removed: list[dict[str, Any]], name: str) -> str:
 
 def _remove_stale(plan: Plan) -> None:
     """Remove shards of an earlier run with more tasks or other stages, which would be taken for a part of this one."""
-    folders = {plan.output / "documents": shards.PARQUET if plan.settings.format == "parquet" else shards.ENDING}
-    for kind, ending in (("removed", shards.ENDING), ("marks", ".json")):
+    folders = {plan.output / "documents": files.PARQUET if plan.settings.format == "parquet" else files.ENDING}
+    for kind, ending in (("removed", files.ENDING), ("marks", ".json")):
         for folder in (plan.output / kind).iterdir():
             if folder.is_dir() and folder.name not in plan.names:
                 shutil.rmtree(folder)

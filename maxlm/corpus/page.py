@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from maxlm.corpus.tally import total
+from maxlm.corpus.tasks import total
 from maxlm.telemetry import pages
 from maxlm.telemetry.pages import table
 

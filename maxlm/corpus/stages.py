@@ -23,7 +23,7 @@ from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_
 from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.dedup.signatures import write_signatures
 from maxlm.corpus.dedup.substrings import cut, find_runs, write_windows
-from maxlm.corpus.dedup.writing import Priority
+from maxlm.corpus.dedup.tables import Priority
 from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tasks import Task

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import read_file
 from maxlm.config.sections.cost import CostConfig
-from maxlm.hardware.chips import Achieved
-from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate
+from maxlm.hardware.chips import Achieved, CpuSpeeds, Rate
 from maxlm.hardware.topologies import Topology
 
 OPTION, FIELD = "--calibration", "cost.calibration"

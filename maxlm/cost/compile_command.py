@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import check_out
 from maxlm.config import assumed, load, rules
@@ -70,7 +70,7 @@ def progress() -> Iterator[Callable[[str], None]]:
             if console.is_terminal:
                 status.update(f"{text} ...")
             else:
-                console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+                print_line(console, f"{text} ...")
 
         yield show_progress
 

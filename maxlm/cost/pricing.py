@@ -4,9 +4,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from maxlm.cost import efficiency, expert_matmuls
-from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
-from maxlm.hardware.cpu_speeds import CpuSpeeds, matmul_flops_per_s
+from maxlm.cost import efficiency
+from maxlm.hardware.chips import HBM_LATENCY_S, Chip, CpuSpeeds, MatmulFormat, matmul_flops_per_s
 from maxlm.hlo.cpu_work import cpu_dots, function_values, transposes
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes, works
 from maxlm.hlo.op_flops import (
@@ -128,7 +127,7 @@ class TpuPricing(_Pricing):
         return {kernel_operands(op, computation): flops} if flops else {}
 
     def _kernel_flops(self, op: Op, computation: Computation) -> int:
-        if grouped := expert_matmuls.read(op, computation):
+        if grouped := efficiency.read(op, computation):
             return grouped.flops
         causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
         if op.stated is None:
@@ -138,7 +137,7 @@ class TpuPricing(_Pricing):
     def _kernel(self, op: Op, computation: Computation) -> float:
         name = op.name.split(".")[0]
         flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
-        if grouped := expert_matmuls.read(op, computation):
+        if grouped := efficiency.read(op, computation):
             return grouped.seconds(self.chip, moved, self.hbm, self.chip.matmul_speed(format_of(kernel_operands(op, computation))))
         if rounding := _ROUNDING.match(name):
             cycles = self.chip.reached.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)

@@ -124,7 +124,11 @@ class _Turn:
         elif op.opcode.endswith("-done"):
             self._wait(op)
         elif self.replay.module.called(op):
-            self._enter(op)
+            turns = op.turns
+            for callee in self.replay.module.called(op):
+                inner = self.replay.run(callee)
+                self.segment.inner.append(Inner(inner, turns, self.now))
+                self.now += turns * inner.seconds
         elif is_collective(op):
             self._synchronous(self.replay.network.collective(op, "sync", self.computation))
         elif op.opcode == "fusion":
@@ -201,13 +205,6 @@ class _Turn:
     def _synchronous(self, collective: Collective) -> None:
         self._fly(collective.name, collective)
         self._land(self.flying.pop(collective.name))
-
-    def _enter(self, op: Op) -> None:
-        turns = op.turns
-        for callee in self.replay.module.called(op):
-            inner = self.replay.run(callee)
-            self.segment.inner.append(Inner(inner, turns, self.now))
-            self.now += turns * inner.seconds
 
     def _compute(self, op: Op, computation: Computation) -> None:
         seconds = self.replay.seconds_of(op, computation)

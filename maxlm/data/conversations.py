@@ -12,8 +12,8 @@ from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered
 from maxlm.data.encoding import Note
 from maxlm.data.marks import segment
 from maxlm.data.messages import FIELD, RowError, TextChecker, encodable, read_conversation, read_pair, read_text
-from maxlm.data.readers import Document, fields_of
 from maxlm.data.rendering import RenderingProcess
+from maxlm.data.sources import Document, fields_of
 from maxlm.data.tokenizer import Tokenizer
 
 ConversationsConfig = PromptResponseConfig | ChatConfig | PreferencesConfig

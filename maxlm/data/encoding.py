@@ -16,7 +16,7 @@ import numpy as np
 from maxlm.base.errors import UserError
 from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.metadata import About
-from maxlm.data.readers import Document
+from maxlm.data.sources import Document
 from maxlm.data.tokenizer import Tokenizer
 
 BATCH_CHARS = 2**20  # of text in a batch for a worker

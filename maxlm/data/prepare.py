@@ -1,6 +1,7 @@
 """Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ from typing import Any
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.base import directory_lock
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import ConfigError, UserError, setting_error, show
 from maxlm.base.host import host_memory, in_bytes
 from maxlm.base.paths import is_remote, user_path
@@ -29,8 +30,7 @@ from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_o
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
-from maxlm.data.readers import Fields, documents_in, read_documents
-from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
+from maxlm.data.sources import Digests, Fields, SourceFile, combined, digests, documents_in, find_files, read_documents
 from maxlm.data.template_files import opening_of, template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
@@ -235,7 +235,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     if not any(split.documents for split in splits.values()):
         raise UserError(f"all {seen:,} conversations are left out: {'; '.join(lines)}.")
     for line in lines:
-        job.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(job.console, line)
     return splits
 
 
@@ -324,7 +324,7 @@ def _locked(store: str) -> Iterator[None]:
             yield
         owner.release()
         return
-    folder, say = user_path(store), Console(stderr=True, highlight=False, soft_wrap=True).print
+    folder, say = user_path(store), functools.partial(print_line, Console(stderr=True))
     with contextlib.ExitStack() as lock:
         try:
             lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))

@@ -12,8 +12,7 @@ from maxlm.data import manifest
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.manifest import TEMPLATE, TOOL_TEMPLATE
 from maxlm.data.messages import FIELD, RESERVED
-from maxlm.data.readers import fields_of
-from maxlm.data.sources import text_of
+from maxlm.data.sources import fields_of, text_of
 from maxlm.data.text_frame import TextFrame
 from maxlm.data.tokenizer import load_tokenizer, read_if_present
 

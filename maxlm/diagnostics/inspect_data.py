@@ -56,7 +56,7 @@ def _store(place: str, overrides: Sequence[str], step: int | None) -> tuple[dict
 
 
 def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, all_rows: bool) -> tuple[dict[str, Any], RenderableType]:
-    from maxlm.data.shares import describe_batch, describe_shares, render_batch, render_shares
+    from maxlm.data.inspect import describe_batch, describe_shares, render_batch, render_shares
     from maxlm.run.open_data import open_data
     from maxlm.training.saved_run import SavedRun
 

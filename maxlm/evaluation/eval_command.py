@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import UserError
 from maxlm.base.strict_json import dumps
 from maxlm.evaluation.opening import Opened, open_model
@@ -63,9 +63,9 @@ def evaluate(
     console = Console()
     console.print(table(results))
     for note in (*found.notes, *(result.notice for result in results if result.notice)):
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"note: {note}")
     if written:
-        console.print(f"written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"written: {', '.join(map(str, written))}")
 
 
 def check(task: Task) -> None:
@@ -82,7 +82,7 @@ def _progress(name: str, found: Opened) -> Iterator[None]:
     """Show the requests done of a task on stderr: a bar on a terminal, elsewhere a line when it begins."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(f"evaluating {name} ...", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"evaluating {name} ...")
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task(name, total=None)

@@ -141,7 +141,9 @@ class LanguageModel:
 
     def _prompts(self, prompts: Sequence[str], tokens: int) -> tuple[list[Request], list[int]]:
         """(requests of these prompts, with room for so many new tokens, and how many tokens each has lost). Raises UserError."""
-        room = self._room(tokens)
+        if tokens >= self.scorer.context:
+            raise UserError(f"max_new_tokens = {tokens:,} leaves no room for a prompt in a context of {self.scorer.context:,} tokens.")
+        room = self.scorer.context - tokens
         whole = [self.encode_prompt(prompt) for prompt in prompts]
         cuts = [max(len(ids) - room, 0) for ids in whole]
         return [Request(ids[cut:], ()) for ids, cut in zip(whole, cuts, strict=True)], cuts
@@ -150,12 +152,6 @@ class LanguageModel:
     def _together(self) -> int:
         """Prompts that are generated together."""
         return -(-PROMPTS // self.scorer.shards) * self.scorer.shards
-
-    def _room(self, tokens: int) -> int:
-        """Tokens of a prompt that leave room for so many new ones. Raises UserError."""
-        if tokens >= self.scorer.context:
-            raise UserError(f"max_new_tokens = {tokens:,} leaves no room for a prompt in a context of {self.scorer.context:,} tokens.")
-        return self.scorer.context - tokens
 
     def _count(self, cuts: Sequence[int]) -> None:
         self.truncated["requests"] += sum(cut > 0 for cut in cuts)

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
-from maxlm.evaluation.packing import Packed, pack, row_length, rows_of
-from maxlm.evaluation.requests import Score, Window
+from maxlm.evaluation.requests import Packed, Score, Window, pack, row_length, rows_of
 from maxlm.hardware.xla_flags import options_of_device
 from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import Parameters, bind, cast_matrices

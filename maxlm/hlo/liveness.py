@@ -122,7 +122,10 @@ class _Replay:
             return _element(given, op)
         if (op.opcode in _SAME or op.opcode.endswith("-done")) and len(given) >= len(op.shapes):
             return given[-len(op.shapes) :] if op.opcode.endswith("-done") else given
-        self._enter(op, given, position)
+        for callee in self.module.called(op):
+            computation = self.module.computations[callee]
+            if op.opcode in ("call", "conditional"):
+                self.inner[position] = _Replay(self.module, computation, _passed(computation, given), ()).peak()
         reused = dict(self._written_over(op))
         made = self.made.setdefault(position, [])
         results = []
@@ -135,13 +138,6 @@ class _Replay:
                 made.append(old)
             results.append(old)
         return results
-
-    def _enter(self, op: Op, given: list[Buffer], position: int) -> None:
-        """Follow a call into what it runs."""
-        for callee in self.module.called(op):
-            computation = self.module.computations[callee]
-            if op.opcode in ("call", "conditional"):
-                self.inner[position] = _Replay(self.module, computation, _passed(computation, given), ()).peak()
 
     def _written_over(self, op: Op) -> Iterator[tuple[int, Buffer]]:
         """(number of a result, the operand's buffer it is written into)."""

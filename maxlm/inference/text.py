@@ -1,29 +1,93 @@
-"""Text in, text out, with the model of a run."""
+"""Text in, text out, with the model of a run; messages are rendered by the chat template that a chat model was trained with."""
 
 import json
 import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.paths import read_file
 from maxlm.config import UserError
+from maxlm.config.derived import command_line, without_training
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.samples import most_generated
-from maxlm.config.without_training import command_line, without_training
-from maxlm.data.messages import SHAREGPT
+from maxlm.data import manifest
+from maxlm.data.chat_template import Conversation
+from maxlm.data.conversations import turn_end
+from maxlm.data.messages import FIELD, SHAREGPT, TextChecker, read_conversation
+from maxlm.data.rendering import RenderingProcess
 from maxlm.data.stops import Stops
-from maxlm.data.tokenizer import Tokenizer
-from maxlm.inference.chat import Prompt, chat_prompts
+from maxlm.data.template_files import find_template
+from maxlm.data.tokenizer import Tokenizer, companions_of
 from maxlm.inference.generate import Ids, Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
 from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
+
+Prompt = str | dict[str, Any]  # a user's message, or a row with `messages`, and perhaps `tools` and `chat_template_kwargs`
+
+
+class ChatPrompts(NamedTuple):
+    """Ids of rendered prompts, and special tokens that end the assistant's turns."""
+
+    ids: list[list[int]]
+    ends: tuple[str, ...]
+
+
+def chat_prompts(folder: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], *, special: bool) -> ChatPrompts:
+    """Render `prompts` with the chat template in `folder`, the tokenizer folder of a model, up to where the assistant's answer begins.
+
+    Date and arguments of the template are those that the model's data was prepared with; without a date, today's. `special`: special
+    tokens in messages are those tokens. Raises UserError: there is no template, it fails on a prompt, or a prompt holds a special token.
+    """
+    info = manifest.load(str(folder))
+    settings = {} if info is None else info.settings
+    date = settings.get(f"{FIELD}.date") or datetime.now().astimezone().date().isoformat()
+    template = find_template(companions_of(str(folder)), date=date, arguments=settings.get(f"{FIELD}.chat_template_kwargs") or {})
+    if template is None:
+        raise UserError(
+            f"--chat: {folder.parent} has no chat template (no {manifest.TEMPLATE}, and none in {manifest.SETTINGS} of its tokenizer): "
+            "prompt it with plain texts."
+        )
+    check = TextChecker(tokenizer.special_pattern, special, "take it out, or give --special-tokens if it is meant as that token")
+    render = RenderingProcess(template)
+    try:
+        texts = [_rendered(render, prompt, f"prompt {number}", check) for number, prompt in enumerate(prompts, 1)]
+        ends = _turn_ends(render, tokenizer)
+    finally:
+        render.close()
+    return ChatPrompts([tokenizer.encode(text, special=True).tolist() for text in texts], ends)
+
+
+def _rendered(render: RenderingProcess, prompt: Prompt, where: str, check: TextChecker) -> str:
+    record = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt
+    try:
+        conversation = read_conversation(record, "messages", check, prompt=True)
+        if conversation.messages[-1]["role"] == "assistant":
+            raise UserError("the messages end with a turn of the assistant, after which another would begin: end them with the user's.")
+        return render.prompt(conversation)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _turn_ends(render: RenderingProcess, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The special token that the template writes at the end of an answer, if it writes one."""
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    try:
+        rendered = render(Conversation(messages))
+    except UserError:  # a template for other conversations
+        return ()
+    end = turn_end(rendered, *tokenizer.encode_rendered(rendered.text)) if rendered.spans else -1
+    return tuple(token for token in sorted(tokenizer.special) if np.array_equal(tokenizer.encode(token, special=True), [end]))
+
 
 _log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16")
@@ -64,7 +128,9 @@ def generate_from_run(
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    mesh = _mesh(config.model, config.data.seq_len, overrides)
+    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
+    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
+    mesh = build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
@@ -90,13 +156,6 @@ def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
         fix = "--special-tokens reads it as that token, and --chat renders the model's own chat template"
         _log.warning("the prompt holds %s, which is read as text: %s", found[0], fix)
     return tokenizer.encode_prompt(prompt, special=special)
-
-
-def _mesh(model: ModelConfig, seq_len: int, overrides: Sequence[str]) -> jax.sharding.Mesh:
-    """The mesh of `overrides` over all devices; of none, one device."""
-    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
-    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
-    return build_mesh(without_training(model, seq_len, len(devices), chosen), devices)
 
 
 def continue_texts(
@@ -189,7 +248,7 @@ def print_samples(
     try:
         encoded, sampler = _encoded(saved.directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
     except UserError as error:  # the run is done and saved
-        console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"no samples: {error}")
         return {}
     most, ids = most_generated(config.model, config.data.seq_len), dict(zip(samples.prompts, encoded, strict=True))
     lengths = {text: len(ids[text]) for text in ids}
@@ -204,7 +263,7 @@ def print_samples(
     for prompt in samples.prompts:
         console.rule(f"{'answer to' if samples.chat else 'continuation of'} {prompt!r}", align="left", style="dim")
         if prompt in texts:
-            console.print(texts[prompt] if samples.chat else prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
+            print_line(console, texts[prompt] if samples.chat else prompt + texts[prompt])
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
     return {prompt: texts.get(prompt) for prompt in samples.prompts}

@@ -17,12 +17,11 @@ from maxlm.base.errors import shorten
 from maxlm.config import UserError
 from maxlm.interop import weights
 from maxlm.interop.families import Family
-from maxlm.interop.hf_export_config import family_of
+from maxlm.interop.hf_config import family_of
 from maxlm.interop.importing import MODEL
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.packing import Packing, packing_of
-from maxlm.interop.published_files import CONFIG, object_or_none
-from maxlm.interop.restating import with_format, write_files
+from maxlm.interop.published_files import CONFIG, object_or_none, with_format, write_files
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.parametrization import folded, standard

@@ -15,12 +15,11 @@ from maxlm.config import UserError
 from maxlm.config.sections.lora import LoraConfig
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
-from maxlm.interop.hf_export_config import family_of
+from maxlm.interop.hf_config import family_of
 from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.published_files import CONFIG, object_or_none
-from maxlm.interop.restating import write_tokenizer
+from maxlm.interop.published_files import CONFIG, object_or_none, write_tokenizer
 from maxlm.interop.tensor_files import ADAPTERS, write_tensors
 from maxlm.models.adapters import leaf
 from maxlm.training.saved_run import PUBLISHED, SavedRun, open_run

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from maxlm.base.atomic import write_text
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.directory_lock import locked
 from maxlm.base.errors import UserError, some
 from maxlm.base.strict_json import dumps
@@ -69,7 +69,7 @@ def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options
         entries = compare.compare(settings, names, folder, training=options.train, say=say)
         write_text(folder / COMPARISON, dumps(compare.to_json(entries, names[0]), indent=1) + "\n")
     console.print(compare.table(entries, names[0]))
-    console.print(f"{folder / COMPARISON} holds the figures.", highlight=False, soft_wrap=True)
+    print_line(console, f"{folder / COMPARISON} holds the figures.")
 
 
 def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) -> Table:
@@ -110,8 +110,8 @@ def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder
             highlight=False,
         )
     for line in doubts_of(analysis):
-        console.print(f"Note: {line}", highlight=False, soft_wrap=True)
-    console.print(f"{folder / PAGE} shows it.", highlight=False, soft_wrap=True)
+        print_line(console, f"Note: {line}")
+    print_line(console, f"{folder / PAGE} shows it.")
 
 
 def _console() -> Console:

@@ -65,10 +65,6 @@ def spread(
     return x_TD[choices_R // weights_TK.shape[1]], weights_TK.reshape(-1)[choices_R]
 
 
-def _spread_forward(x_TD: Array, weights_TK: Array, choices_R: Array, at_TK: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return spread(x_TD, weights_TK, choices_R, at_TK), (choices_R, at_TK)
-
-
 def _spread_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
     (choices_R, at_TK), (dx_RD, dweight_R) = saved, gradients
     valid_TK = (at_TK >= 0) & (at_TK < dweight_R.size)
@@ -76,7 +72,7 @@ def _spread_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array])
     return collect(dx_RD, choices_R, at_TK), dweights_TK, None, None
 
 
-spread.defvjp(_spread_forward, _spread_backward)
+spread.defvjp(lambda x_TD, weights_TK, choices_R, at_TK: (spread(x_TD, weights_TK, choices_R, at_TK), (choices_R, at_TK)), _spread_backward)
 
 
 @jax.custom_vjp

@@ -81,7 +81,8 @@ class _Pipeline:
                 residuals: list[Array] = self._vjp(layers, operands[0], x_BSD, operands[1])[1].opaque_residuals
                 return residuals
 
-            self.forwarded = _forwarded(opaque_residuals, (constants, inputs))
+            jaxpr = jax.make_jaxpr(opaque_residuals)((constants, inputs)).jaxpr
+            self.forwarded = [variable in jaxpr.invars for variable in jaxpr.outvars]
             _, vjp, reports = self._vjp(layers, constants, x_BSD, inputs)
             return [leaf[None] for leaf in self._residuals(vjp)], jax.tree.map(lambda a: jnp.concatenate([a] * schedule.chunks), reports)
 
@@ -236,12 +237,6 @@ class _Pipeline:
             return by_chunk.at[chunk].add(grad.astype(total.dtype)).reshape(total.shape)
 
         return jax.tree.map(add, total, grads)
-
-
-def _forwarded(function: Callable[[Tree], Sequence[Array]], operands: Tree) -> list[bool]:
-    """For each output of `function`, True if it is one of its operands, False if it is computed."""
-    jaxpr = jax.make_jaxpr(function)(operands).jaxpr
-    return [variable in jaxpr.invars for variable in jaxpr.outvars]
 
 
 def _on_stages(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:

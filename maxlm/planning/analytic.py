@@ -26,7 +26,7 @@ from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
 from maxlm.planning.layouts import LOSS_CHUNKS, Layout, periods
-from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
+from maxlm.planning.traffic import MESSAGE, Collectives
 from maxlm.training.split_masters import difference_dtype
 
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
@@ -322,7 +322,8 @@ class Analytic:
         return moved
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        traffic, share, parts = self._traffic(layout), self.passes(layout), layout.microbatches
+        share, parts = self.passes(layout), layout.microbatches
+        traffic = self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, parts > 1)
         gathers = parts * (share * traffic.gathers + traffic.end_gathers)
         sums = parts * (share * traffic.sums + traffic.end_sums)
         shared = (share * traffic.crossing + traffic.ends) * tokens  # of tensor-parallel regions, experts, and the ends of a pipeline
@@ -331,9 +332,6 @@ class Analytic:
         waits += (ONCE_WAIT if self.driven else ALONE_WAIT) * traffic.once
         waits += TENSOR_WAIT * shared + max(RING_WAIT * ring, ring - self._attention_s(layout, tokens))
         return max(waits, gathers + sums + traffic.once + shared + ring - compute_s)
-
-    def _traffic(self, layout: Layout) -> Traffic:
-        return self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, layout.microbatches > 1)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
         one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s_per_device or math.inf)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from maxlm.base.errors import ConfigError
+from maxlm.base.console import print_line
+from maxlm.base.errors import ConfigError, shell_command
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
 from maxlm.config.schema import ClusterConfig, Config
@@ -130,8 +130,8 @@ class Comparison:
         if picked is not None:
             where = picked.topology
             many = ("--slices", str(where.slices)) if where.slices != self.config.mesh.slices else ()
-            again = shlex.join(["maxlm", "plan", self.arguments[0], "--topology", where.name, *many, *self.arguments[1:]])
-            console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
+            again = shell_command("maxlm", "plan", self.arguments[0], "--topology", where.name, *many, *self.arguments[1:])
+            print_line(console, f"For the layout in full: {again}")
 
     def _table(self, machines: Sequence[Machine], words: Vocabulary, *, wide: bool) -> Table:
         starred, more = frontier(machines), ("goodput", "MFU") if wide else ()

@@ -148,7 +148,8 @@ class Simulation:
             missing = self._missing()
             stretch = min([end, *([min(self._repairs)] if missing and min(self._repairs) > self._now else [])]) - self._now
             steps = stretch / (1 + self._block_share)
-            speed = 1 - self._share_lost(missing)
+            job = self._job  # at worst each missing host is in another part of the mesh
+            speed = 1 - (0.0 if job.elastic_chips is None else min(1.0, missing * max(job.elastic_chips, job.chips_per_host) / job.chips))
             self._spend("saving", stretch - steps)
             self._spend("useful", steps * speed)
             self._spend("fewer hosts", steps * (1 - speed))
@@ -199,11 +200,6 @@ class Simulation:
     def _missing(self) -> int:
         """Hosts that the job lacks."""
         return max(0, sum(time > self._now for time in self._repairs) - self._spares)
-
-    def _share_lost(self, missing: int) -> float:
-        """Share of the speed that is lost; at worst each missing host is in another part of the mesh."""
-        job = self._job
-        return 0.0 if job.elastic_chips is None else min(1.0, missing * max(job.elastic_chips, job.chips_per_host) / job.chips)
 
     def _wait_for_hosts(self) -> float:
         """Seconds until hosts are back, or until the others go on without them: those absent before are not waited for again."""

@@ -1,6 +1,5 @@
 """A plan on a console, as a chart and as JSON."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from matplotlib.figure import Figure
 from rich.table import Column, Table
 
 from maxlm.base.atomic import replacing
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
+from maxlm.base.errors import printable, shell_command
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
@@ -79,9 +79,11 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
             console.print(line)
     if written is not None:
         path, chart = written
-        typed = shlex.quote(str(path))
+        typed = shell_command(str(path))
         look = "" if plan.uncompiled else f"; look closer: maxlm compile {typed}"
-        console.print(f"{path} holds it, {chart} shows the frontier. Use it: maxlm train {typed}" + look)
+        print_line(
+            console, f"{printable(str(path))} holds it, {printable(str(chart))} shows the frontier. Use it: maxlm train {typed}" + look
+        )
 
 
 def _show_not_taken(search: Search, console: Console) -> None:

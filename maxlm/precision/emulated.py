@@ -62,11 +62,7 @@ def rounded_weights(values: Array, scale: Array, w: Array) -> Array:
     return dequantize(Quantized(values, scale), w.dtype)
 
 
-def _weights_forward(values: Array, scale: Array, w: Array) -> tuple[Array, None]:
-    return rounded_weights(values, scale, w), None
-
-
-rounded_weights.defvjp(_weights_forward, lambda _, g: (None, None, g))
+rounded_weights.defvjp(lambda values, scale, w: (rounded_weights(values, scale, w), None), lambda _, g: (None, None, g))
 
 
 def rotated(x: Array, dim: int, size: int) -> Array:

@@ -14,7 +14,7 @@ from maxlm.cluster.cluster import Cluster, ClusterPlace
 from maxlm.cluster.coordinator import RendezvousError
 from maxlm.cluster.environment import HOSTS
 from maxlm.cluster.quorum import Quorum, candidates
-from maxlm.config import Config, UserError, elastic
+from maxlm.config import Config, UserError, derived
 from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
 from maxlm.config.sections.elastic import ElasticConfig
@@ -36,7 +36,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         return None
     slices = config.mesh.slices
     together = count // slices if slices > 1 else place.spec.together
-    devices = elastic.devices_of(config) or (None if place.devices is None else place.devices * count)
+    devices = derived.devices_of(config) or (None if place.devices is None else place.devices * count)
     if problem := _not_possible(count, together, slices, devices):
         say(f"elastic: {problem}, so all hosts wait for one that is lost")
         return None
@@ -47,7 +47,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         raise ConfigError("elastic.min_hosts", settings.min_hosts, rule, f"use 1 to {hosts}")
     assert devices is not None, "said to be a problem"
     units = count // together
-    found = functools.cache(lambda left: elastic.on_fewer(config, units, devices // units, left) is not None)
+    found = functools.cache(lambda left: derived.on_fewer(config, units, devices // units, left) is not None)
     quorum = Quorum(
         count,
         together,
@@ -95,7 +95,7 @@ def on_present(config: Config, here: Cluster) -> Config:
         return config
     together, devices = here.quorum.together, jax.device_count()
     left = len(here.hosts) // together
-    smaller = elastic.on_fewer(config, here.configured // together, devices // left, left)
+    smaller = derived.on_fewer(config, here.configured // together, devices // left, left)
     if smaller is None:  # its devices are not those that were counted before
         raise UserError(
             f"elastic: {devices} devices on {len(here.hosts)} of {here.configured} processes make no mesh: set cluster.topology."

@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
-from maxlm.base.console import Console
-from maxlm.base.errors import ExitCode
+from maxlm.base.console import Console, print_line
+from maxlm.base.errors import ExitCode, shell_command
 from maxlm.base.metric import charts_of
 from maxlm.base.strict_json import read_objects
 from maxlm.checkpoint.errors import first_line
@@ -105,7 +104,7 @@ def run_training(
     if config.run.alerts is not None:
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
-    say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial(print_line, phases.console)
     goodput = Goodput(began=phases.began, mark=jax.profiler.TraceAnnotation)
     with contextlib.ExitStack() as stack:
         with goodput.measure(elastic.waiting_part(config.elastic)):
@@ -383,7 +382,7 @@ def _report(directory: RunDirectory) -> str:
         message = f"report: {write_report([directory.path], directory.report)}"
         progress_file.record(reported=True)
     except Exception as error:
-        message = f"the report cannot be written ({error}); make it with `maxlm report {shlex.quote(str(directory.path))}`"
+        message = f"the report cannot be written ({error}); make it with `maxlm report {shell_command(str(directory.path))}`"
     return message
 
 

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import itertools
 import os
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from maxlm.base.errors import ExitCode
+from maxlm.base.errors import ExitCode, shell_command
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.progress_file import Progress
 from maxlm.config.workers import signals_blocked
@@ -305,7 +304,7 @@ def _is_frozen(pid: int) -> bool:
 def _without_report(concluded: Progress) -> str:
     """Return what to do about the report, if this process had not written it; only the first one has such a folder."""
     missing = concluded.folder and not concluded.reported
-    return f"; the report was not written: make it with `maxlm report {shlex.quote(str(concluded.folder))}`" if missing else ""
+    return f"; the report was not written: make it with `maxlm report {shell_command(str(concluded.folder))}`" if missing else ""
 
 
 def _unless_unwritable(say: Callable[[str], None]) -> Callable[[str], None]:

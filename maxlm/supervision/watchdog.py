@@ -326,7 +326,11 @@ class Age:
         else:
             self._seconds += ran
         if progress.saving is None or progress.saving != self._saving:
-            self._end_save()
+            if self._saving is not None and self._saving != self._progress.saving:
+                self._longest[BACKGROUND_SAVE] = self._saving_s
+                self._observe(BACKGROUND_SAVE)
+                self._observe("save")
+            self._saving_s = 0.0
         elif part == "step":  # in which the loop notices the end of a save before each step
             self._saving_s += ran
         self._key, self._part, self._saving = key, part, progress.saving
@@ -353,13 +357,6 @@ class Age:
         if self._part in ("eval", "restore") and part != self._part:
             self._observe(self._part)
         self._seconds, self._counts = 0.0, True
-
-    def _end_save(self) -> None:
-        if self._saving is not None and self._saving != self._progress.saving:
-            self._longest[BACKGROUND_SAVE] = self._saving_s
-            self._observe(BACKGROUND_SAVE)
-            self._observe("save")
-        self._saving_s = 0.0
 
     def _end_step(self) -> None:
         """A step was timed. Of its time that counts in which this process ran."""

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.host import in_bytes
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, count, duration, percent, sentence
@@ -59,7 +59,7 @@ class ConsoleObserver:
             return
         if event.kind == "stop":
             self._end_line()
-        self._print(sentence(event))
+        print_line(self._console, sentence(event))
 
     def close(self) -> None:
         """Print the last record and restore the terminal."""
@@ -91,11 +91,8 @@ class ConsoleObserver:
         return grid
 
     def _print_plain(self, record: StepRecord) -> None:
-        self._print("  ".join(describe(record, self._total, self._pace.seconds_left())))
+        print_line(self._console, "  ".join(describe(record, self._total, self._pace.seconds_left())))
         self._printed_step, self._printed_at = record.step, self._clock()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Pace:

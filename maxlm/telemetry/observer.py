@@ -78,7 +78,7 @@ class Event:
     save      step of a committed save; `seconds`, `blocked_s` the loop waited for it
     skip      step of an update that was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py, routing.py
-              and layer_alarms.py; not_finite, with `tensor`: see replay.py; recompilation of the step: see compilations.py). Of the
+              and layer_alarms.py; not_finite, with `tensor`: see evidence.py; recompilation of the step: see compilations.py). Of the
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)

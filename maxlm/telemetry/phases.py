@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 
 SHORT_S = 1.0  # a shorter phase leaves no line on a terminal
 
@@ -30,7 +30,7 @@ class Phases:
             with self.console.status(f"{doing} ..."):
                 yield
             if self._clock() - began >= SHORT_S:
-                self._print(f"{doing}: {self._clock() - began:.1f} s")
+                print_line(self.console, f"{doing}: {self._clock() - began:.1f} s")
         else:
             self.say(doing)
             yield
@@ -38,14 +38,11 @@ class Phases:
     def say(self, doing: str) -> None:
         """Print a line without a spinner, for a phase with a progress display of its own."""
         if self.primary:
-            self._print(f"{doing} ...")
+            print_line(self.console, f"{doing} ...")
 
     def seconds(self) -> float:
         """Seconds since the command began."""
         return self._clock() - self.began
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from maxlm.base.metric import Metric
 from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.config.sections.mesh import BATCH_AXES
-from maxlm.kernels.attention.entropy import attention_entropy
+from maxlm.kernels.attention.xla import attention_entropy
 from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block

@@ -31,9 +31,9 @@ from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
+from maxlm.training.evidence import Replay
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
-from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving, not_finite, prepare_saves
 from maxlm.training.session import STOPPED, Init, Outcome, RollBack, Session, Start, stopped_by

@@ -105,7 +105,8 @@ class NvmeStep:
         assert self._gradients is not None, "`Program.step` compiles them"
         pending, metrics = self._gradients(self._small(state, params), batch)
         leaves = self._update(resident, pending) | flat_state(pending.after)
-        return self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state), metrics
+        flat = flat_state(state) | (leaves | {path: self.disk.array(path) for path in self._filed_paths})
+        return jax.tree.unflatten(jax.tree.structure(state), [flat[path] for path in flat_state(state)]), metrics
 
     def _small(self, state: TrainState, params: Parameters) -> TrainState:
         """The state that gradients are computed from."""
@@ -132,10 +133,6 @@ class NvmeStep:
     @property
     def _names(self) -> list[Name]:
         return [name for group in self._groups for name in group.names]
-
-    def _with(self, leaves: Leaves, state: TrainState) -> TrainState:
-        flat = flat_state(state) | leaves
-        return jax.tree.unflatten(jax.tree.structure(state), [flat[path] for path in flat_state(state)])
 
     # The gradients.
 

@@ -17,10 +17,9 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
-from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
 from maxlm.memory.layer_stream import empty_on_host, scan_layers
-from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
+from maxlm.memory.pieces import copy_on_host, copy_to_device, create, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import parameter_axes
 from maxlm.models.layers import Scan

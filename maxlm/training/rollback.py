@@ -16,7 +16,7 @@ from maxlm.base.errors import ConfigError, UserError
 from maxlm.base.paths import read_file
 from maxlm.base.transient import retried
 from maxlm.checkpoint import Checkpoints
-from maxlm.checkpoint.retention import HEALTHY
+from maxlm.checkpoint.folder import HEALTHY
 from maxlm.cluster import agree
 from maxlm.config.sections.health import HealthConfig
 from maxlm.data.order import batch_number

@@ -18,7 +18,7 @@ from maxlm.base.transient import RETRY_DELAYS_S
 from maxlm.checkpoint import CheckpointError, digest
 from maxlm.checkpoint.ahead import AheadOfTime
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
-from maxlm.checkpoint.retention import HEALTHY
+from maxlm.checkpoint.folder import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.cluster import agree
 from maxlm.memory.disk import load_all

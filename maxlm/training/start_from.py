@@ -96,7 +96,10 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     params = _grown(program, restored.params) if grown else restored.params
     if program.config.model.lora is None:
         return program.begin_with(params, restored.model_state)
-    return program.begin_with(_adapters(program), frozen(program.config.model, params, restored.model_state))
+    config, shardings = program.config, program.state_shardings.params
+    with jax.set_mesh(program.mesh):
+        adapters: Parameters = jax.jit(partial(init_parameters, config.model, config.train.seed), out_shardings=shardings)()
+    return program.begin_with(adapters, frozen(program.config.model, params, restored.model_state))
 
 
 def _wanted(program: Program, saved: SavedRun, model: ModelConfig) -> dict[str, Any]:
@@ -118,14 +121,6 @@ def _wanted(program: Program, saved: SavedRun, model: ModelConfig) -> dict[str, 
 
 def _shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-
-
-def _adapters(program: Program) -> Parameters:
-    """Fresh adapters, where they will live."""
-    config, shardings = program.config, program.state_shardings.params
-    with jax.set_mesh(program.mesh):
-        adapters: Parameters = jax.jit(partial(init_parameters, config.model, config.train.seed), out_shardings=shardings)()
-    return adapters
 
 
 def _check_tokens(path: str, theirs: Tokenizer, ours: Tokenizer) -> None:

@@ -15,8 +15,8 @@ from maxlm.base import transient
 from maxlm.base.errors import ExitCode, UnavailableError, UserError
 from maxlm.checkpoint import Checkpoints, manifest, reader
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
+from maxlm.checkpoint.folder import HEALTHY, NewestHealthy
 from maxlm.checkpoint.memory import MemoryCopies
-from maxlm.checkpoint.retention import HEALTHY, NewestHealthy
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.run.ownership import Ownership
 from maxlm.training.fits import explain_out_of_memory

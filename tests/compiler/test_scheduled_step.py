@@ -1,5 +1,6 @@
 """A step that is only scheduled is that of its machine code: the same program, arguments and results, in a process that is ended."""
 
+import contextlib
 import importlib.util
 import re
 import resource
@@ -13,7 +14,7 @@ import pytest
 from maxlm.compiler import aot, program_cache, schedule
 from maxlm.config import UserError, load
 from maxlm.cost import verify as verify_module
-from maxlm.cost.verify import Compiler, step_of, verify
+from maxlm.cost.verify import Compiler, step_of
 from maxlm.hardware.topologies import parse
 
 TINY = """
@@ -60,20 +61,19 @@ def test_the_schedule_is_that_of_the_machine_code(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
+    program = aot.build(config, PLACE)
     with Compiler(machine_code=False) as compiler:
         first = compiler(config, PLACE)
         assert (first.cached, compiler._process) == (False, None), "the compiler that runs on is ended"
-        again = compiler(config, PLACE)
-        assert again.cached and (again.step_s, again.needed) == (first.step_s, first.needed)
     assert not list(temporary.iterdir()), "nothing is left behind"
-    program = aot.build(config, PLACE)
     step, whole = step_of(program, PLACE), aot.compile_program(program, PLACE)
-    assert (step.machine_code, whole.machine_code) == (False, True)
+    assert step.cached and (step.machine_code, whole.machine_code) == (False, True)
+    again, exact = (verify_module._verdict(program, PLACE, one) for one in (step, whole))
+    assert (again.step_s, again.needed) == (first.step_s, first.needed)
     assert without_settings(step.text) == without_settings(whole.text)
     parts = "argument", "output", "alias"
     assert [getattr(step.memory, part) for part in parts] == [getattr(whole.memory, part) for part in parts]
     assert step.memory.argument < step.needed < whole.needed, "without its code"
-    exact = verify(config, PLACE)
     assert exact.parts is not None and first.parts is not None
     assert first.parts[3] == pytest.approx(exact.parts[3], rel=0.1), "communication"
     assert 0.5 * exact.step_s < first.step_s < 1.5 * exact.step_s, "of arrays so small"
@@ -108,6 +108,7 @@ def test_what_is_cut_short_is_no_schedule(files):
         read(*files, 10**6)
 
 
+@pytest.mark.soak
 @needs_libtpu
 def test_a_full_disk_ends_the_compiler_and_nothing_is_kept(tmp_path, monkeypatch):
     """As XLA does, which goes on in silence when it cannot write."""
@@ -128,16 +129,19 @@ def serve_on_a_full_disk(line, log) -> None:
     verify_module._serve(line, log)
 
 
-def test_a_file_that_is_being_written_is_read_once_it_is_whole(tmp_path, monkeypatch):
-    """XLA creates a file and writes to it bit by bit, on a busy machine for seconds."""
+@pytest.mark.parametrize("room", [True, False], ids=["room", "a full disk"])
+def test_a_file_that_is_being_written_is_read_once_it_is_whole(room, tmp_path, monkeypatch):
+    """XLA creates a file and writes to it bit by bit, on a busy machine for seconds. On a full disk it goes on in silence: nothing is kept.
+    Without a cache, a step costs only time.
+    """
     names = (schedule._PROGRAM, schedule._BUFFERS, schedule._LAST)
     files = [tmp_path / f"module_0000.jit_train_step.1.{name}" for name in names]
-    answered, answers = threading.Event(), []
+    answered, answers, kept = threading.Event(), [], []
 
     def compile_job(job):
         for file in reversed(files):
             file.write_text("")
-        for file, text in zip(files, (PROGRAM, BUFFERS, TOTAL), strict=True):
+        for file, text in zip(files, (PROGRAM, BUFFERS if room else BUFFERS[:300], TOTAL), strict=True):
             time.sleep(0.3)
             file.write_text(text)
         assert answered.wait(10)
@@ -146,13 +150,22 @@ def test_a_file_that_is_being_written_is_read_once_it_is_whole(tmp_path, monkeyp
         answers.append((answer, compiling))
         answered.set()
 
-    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(aot, "available_hbm", lambda topology: 10**6)
     monkeypatch.setattr(schedule, "prepare", lambda program, topology: aot.Job(None, PLACE, {}, "a-key", 50))
     monkeypatch.setattr(schedule, "compile_job", compile_job)
-    schedule.schedule_program(None, PLACE, tmp_path, then)
-    (step, compiling), *_ = answers
-    assert compiling and step.text == PROGRAM and step.fits
+    monkeypatch.setattr(schedule, "keep_step", lambda *entry: kept.append(entry) or aot.keep_step(*entry))
+    if not room:
+        monkeypatch.setattr(schedule, "_WRITES_S", 1.5)
+    with contextlib.nullcontext() if room else pytest.raises(UserError):  # the process goes on here, which `then` should end
+        schedule.schedule_program(None, PLACE, tmp_path, then)
+    (answer, compiling), *_ = answers
+    assert compiling
+    if room:
+        assert (answer.text, answer.fits, answer.cached, bool(kept)) == (PROGRAM, True, False, True)
+    else:
+        assert isinstance(answer, UserError) and "incomplete; give TMPDIR a folder" in str(answer) and kept == []
 
 
 def test_a_step_that_is_refused_before_anything_is_written_is_compiled_once(tmp_path, monkeypatch):
@@ -198,12 +211,3 @@ def test_another_compiler_is_another_program(tmp_path, monkeypatch):
             library.write_text(content)
         keys.append(aot._key("a program", [0], PLACE, {}, 0))
     assert len(set(keys)) == 4 and keys[-1] == aot._key("a program", [0], PLACE, {}, 0)
-
-
-@needs_libtpu
-def test_without_a_cache_it_costs_only_time(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "file"))
-    config = load("tiny").config
-    step = step_of(aot.build(config, PLACE), PLACE)
-    assert (step.fits, step.cached, step.machine_code) == (True, False, False)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from maxlm.config import ConfigError, rules
-from maxlm.config.elastic import devices_of, on_fewer
+from maxlm.config.derived import devices_of, on_fewer
 from maxlm.config.schema import Config, MeshConfig
 
 MODEL = {"vocab_size": 96, "d_model": 48, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 96}

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.read import read
+from maxlm.corpus.files import read
 from maxlm.documents.records import REASONS, ReadSettings
 from maxlm.documents.stream import zstd
 

@@ -26,7 +26,7 @@ from maxlm import cli
 from maxlm.base import directory_lock
 from maxlm.corpus import command, engine
 from maxlm.corpus.executors import local
-from maxlm.corpus.shards import read_shard
+from maxlm.corpus.files import read_shard
 from maxlm.documents.stream import zstd
 
 GOOD = b'{"text": "The first text of the file that is good."}\n{"text": "And a second one, which is good as well."}\n'

@@ -10,10 +10,10 @@ from maxlm.base.errors import UserError
 from maxlm.corpus import command, engine
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.executors.local import LocalExecutor
+from maxlm.corpus.files import read_shard
 from maxlm.corpus.page import page
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import read_shard
-from maxlm.corpus.tally import Tally, add, total
+from maxlm.corpus.tasks import Tally, add, total
 
 ATTACK = "<script>alert(1)</script> & \"quotes\" 'too'"
 

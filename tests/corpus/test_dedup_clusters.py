@@ -15,10 +15,9 @@ pytest.importorskip("duckdb")
 import pyarrow.parquet as pq
 
 from maxlm.corpus.dedup import clusters, words
-from maxlm.corpus.dedup.database import open_database
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.signatures import signatures, write_signatures
-from maxlm.corpus.dedup.writing import Priority
+from maxlm.corpus.dedup.tables import Priority, open_database
 from maxlm.corpus.urls import url_key
 
 NO_VERIFY = DedupSettings(minhash=MinHashSettings(verify=None))
@@ -111,7 +110,7 @@ def test_order_shards_and_threads_change_no_byte(tmp_path: Path):
 def test_small_batches_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     documents = corpus(20, 7) + [Document(f"same{i}", f"a b c d e f g h {'!' * i}") for i in range(20)]
     reference = rows(documents, tmp_path / "0", DedupSettings())
-    monkeypatch.setattr("maxlm.corpus.dedup.database.BATCH_ROWS", 3)
+    monkeypatch.setattr("maxlm.corpus.dedup.tables.BATCH_ROWS", 3)
     monkeypatch.setattr(clusters, "VERIFY_VALUES", 50)
     monkeypatch.setattr("maxlm.corpus.dedup.signatures.GROUP_ROWS", 5)
     assert rows(documents, tmp_path / "1", DedupSettings()) == reference

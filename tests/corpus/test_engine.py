@@ -14,8 +14,8 @@ import pytest
 from maxlm.base.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
+from maxlm.corpus.files import read_shard
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import read_shard
 
 
 def write_corpus(folder):
@@ -162,7 +162,7 @@ class KilledError(Exception):
 
 def run_until(config, monkeypatch, limit):
     """Run until the mark number `limit` is about to be written; to the end if there are fewer."""
-    count, finish = itertools.count(), engine.shards.finish
+    count, finish = itertools.count(), engine.files.finish
 
     def killed(path, mark):
         if next(count) == limit:
@@ -170,7 +170,7 @@ def run_until(config, monkeypatch, limit):
         finish(path, mark)
 
     with monkeypatch.context() as patch, contextlib.suppress(KilledError):
-        patch.setattr(engine.shards, "finish", killed)
+        patch.setattr(engine.files, "finish", killed)
         run(config)
 
 

@@ -9,10 +9,9 @@ from test_engine import digest, records, run, run_until, settings, write_corpus
 
 from maxlm.base.errors import UserError
 from maxlm.corpus import engine
-from maxlm.corpus.read import read
+from maxlm.corpus.files import read
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.data.readers import Fields, documents_in
-from maxlm.data.sources import find_files
+from maxlm.data.sources import Fields, documents_in, find_files
 from maxlm.documents.files import find_once
 
 
@@ -100,7 +99,7 @@ def test_rows_have_the_same_bytes_after_kills(made, monkeypatch):
 
 
 def test_row_groups_are_bounded_and_empty_files_are_files(made, monkeypatch):
-    monkeypatch.setattr("maxlm.corpus.shards.GROUP_ROWS", 7)
+    monkeypatch.setattr("maxlm.corpus.files.GROUP_ROWS", 7)
     run(config(made, "small"))
     sizes = [parquet.ParquetFile(file).metadata for file in sorted((made / "small" / "documents").iterdir())]
     assert all(one.row_group(n).num_rows <= 7 for one in sizes for n in range(one.num_row_groups)) and sizes[0].num_row_groups > 1

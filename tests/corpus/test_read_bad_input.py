@@ -14,7 +14,7 @@ from pyarrow import parquet
 from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.base.errors import UnavailableError, UserError
-from maxlm.corpus.read import read
+from maxlm.corpus.files import read
 from maxlm.documents.files import find_once
 from maxlm.documents.records import ReadSettings
 

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
-from maxlm.corpus.read import read
+from maxlm.corpus.files import read
 from maxlm.documents.files import find_once
 from maxlm.documents.records import ReadSettings
 from maxlm.documents.wikitext import plain_text

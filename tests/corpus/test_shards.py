@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.shards import finish, finished, read_documents, read_shard, shard
+from maxlm.corpus.files import finish, finished, read_documents, read_shard, shard
 from maxlm.corpus.tasks import divide, fingerprint, largest_first
 
 

@@ -8,8 +8,8 @@ from test_engine import digest, records, run, run_until, settings, write_corpus
 from maxlm.base.errors import UserError
 from maxlm.corpus import engine
 from maxlm.corpus.document import PASSED, Document
+from maxlm.corpus.files import line_of
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import line_of
 
 STAGES = ("length", "gopher_quality", "deduplicate", "repeated_lines", "repeated_substrings", "decontaminate")
 
@@ -114,8 +114,7 @@ def test_a_later_run_selects_by_tags_and_replaces_its_own(made, tmp_path):
 def test_a_store_selects_by_tags(made):
     """`data prepare` keeps tags as metadata, and a mixture's `where` reads them."""
     from maxlm.config.conditions import parse
-    from maxlm.data.readers import Fields, documents_in
-    from maxlm.data.sources import find_files
+    from maxlm.data.sources import Fields, documents_in, find_files
 
     read = documents_in(find_files([str(made[0] / "tag" / "documents")]), Fields.of_text("text"))
     where = [parse(f"{name}.verdict == passed") for name in STAGES]

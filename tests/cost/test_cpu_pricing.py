@@ -11,7 +11,7 @@ from maxlm.base.errors import UserError
 from maxlm.cost.calibration import read as read_calibration
 from maxlm.cost.prediction import MAPPED_BYTES, _first_touch_s, cpu_chip
 from maxlm.cost.step_cost import estimate
-from maxlm.hardware.cpu_speeds import CpuSpeeds, MatmulSpeed, matmul_flops_per_s
+from maxlm.hardware.chips import CpuSpeeds, MatmulSpeed, matmul_flops_per_s
 from maxlm.hlo.parser import read, with_bounds
 
 OP_S = 1e-6

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.cost.efficiency import GROUPED_SHARE, HBM_SHARE
-from maxlm.cost.expert_matmuls import GroupedMatmul, read
+from maxlm.cost.efficiency import GROUPED_SHARE, HBM_SHARE, GroupedMatmul, read
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import CHIPS, chip_named
 from maxlm.hlo import parser

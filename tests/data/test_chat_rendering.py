@@ -13,7 +13,7 @@ from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.encoding import NOTHING
 from maxlm.data.messages import TextChecker, read_conversation
-from maxlm.data.readers import Document
+from maxlm.data.sources import Document
 
 TRANSFORMERS = json.loads(RECORDED.read_text(encoding="utf-8"))
 CASES = [(name, key) for name in names() for key in CONVERSATIONS]

@@ -14,7 +14,7 @@ from maxlm.data import marks
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.encoding import NOTHING
 from maxlm.data.prepare import prepare
-from maxlm.data.readers import Document
+from maxlm.data.sources import Document
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer, train_tokenizer
 from maxlm.evaluation.language_model import LanguageModel

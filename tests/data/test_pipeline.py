@@ -103,8 +103,8 @@ def test_epochs_are_different_permutations(store):
 
 def test_seeds_give_different_orders_that_do_not_repeat_each_other(store):
     """Grain's epoch e of seed s is epoch e - 1 of seed s + 1; ours must not be."""
-    orders = {tuple(epoch(pipeline(store, seed=seed), number)[0]) for seed in (*range(5), 2**40) for number in range(3)}
-    assert len(orders) == 18
+    orders = {tuple(epoch(pipeline(store, seed=seed), number)[0]) for seed in (*range(3), 2**40) for number in range(3)}
+    assert len(orders) == 12
 
 
 def test_without_shuffle_windows_come_in_order_again_and_again(store):
@@ -290,10 +290,11 @@ def test_each_store_has_its_share_of_every_prefix(tmp_path, weights):
 
 def test_a_mixture_visits_every_window_of_a_store_each_epoch_of_that_store(tmp_path):
     pipe = mixture(tmp_path, [1, 1, 1])
-    ids = np.concatenate([pipe.sample_ids(step) for step in range(300)])
+    ids = np.concatenate([pipe.sample_ids(step) for step in range(150)])
     for first, last in zip(pipe._first, pipe._first[1:], strict=False):
         own = ids[(ids >= first) & (ids < last)]
         size = last - first
+        assert len(own) >= 2 * size
         for number in range(len(own) // size):
             assert sorted(own[number * size : (number + 1) * size]) == list(range(first, last))
 

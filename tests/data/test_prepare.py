@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,15 +194,14 @@ def test_an_interrupted_one_with_other_settings_starts_over(source, tmp_path, mo
     assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("dies_at", range(1, 8))
-def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(source, tmp_path, monkeypatch, dies_at):
+def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(source, tmp_path, monkeypatch):
     """A kill before any of the first writes: the tokenizer of the settings before must not make the tokens of these."""
     other = {"tokenizer": {"vocab_size": 310}}
     whole = make(prepare_config(tmp_path / "whole", source, **other))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(patch, 3)
-        make(prepare_config(tmp_path / "store", source))
-    left = [dies_at]
+        make(prepare_config(tmp_path / "torn", source))
+    left = [0]
 
     def counted(write):
         def count(*args, **kwargs):
@@ -212,12 +212,15 @@ def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(sour
 
         return count
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for name in ("delete", "write_bytes"):
-            patch.setattr(storage, name, counted(getattr(storage, name)))
-        make(prepare_config(tmp_path / "store", source, **other))
-    assert make(prepare_config(tmp_path / "store", source, **other)) == whole
-    assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
+    for dies_at in range(1, 8):
+        store, left[0] = tmp_path / f"store{dies_at}", dies_at
+        shutil.copytree(tmp_path / "torn", store)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            for name in ("delete", "write_bytes"):
+                patch.setattr(storage, name, counted(getattr(storage, name)))
+            make(prepare_config(store, source, **other))
+        assert make(prepare_config(store, source, **other)) == whole, dies_at
+        assert every_byte(store) == every_byte(tmp_path / "whole"), dies_at
 
 
 def test_it_says_how_much_of_other_settings_it_drops(source, tmp_path, monkeypatch, capsys):

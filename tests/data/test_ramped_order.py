@@ -6,7 +6,7 @@ from data_cases import config_of, random_documents, write_store
 
 from maxlm.config.batch_sizes import BatchSizes
 from maxlm.data.input_pipeline import Pipeline
-from maxlm.data.shares import describe_shares
+from maxlm.data.inspect import describe_shares
 
 DOCUMENTS = random_documents(90)
 SIZES = [4, 4, 8, 8, 8, 16, 16]  # of the first batches

@@ -14,8 +14,7 @@ from data_cases import some_texts
 from pyarrow import parquet
 
 from maxlm.base.errors import UserError
-from maxlm.data.readers import Fields, documents_in
-from maxlm.data.sources import combined, digests, find_files
+from maxlm.data.sources import Fields, combined, digests, documents_in, find_files
 
 TEXTS = some_texts(300)
 

@@ -11,8 +11,7 @@ import pytest
 from two_doors import FILES, PACKED, POINTER, TEXTS, agreed, by_corpus, by_prepare, lines
 
 from maxlm.base.errors import UserError
-from maxlm.data.readers import Fields, documents_in
-from maxlm.data.sources import find_files
+from maxlm.data.sources import Fields, documents_in, find_files
 from maxlm.documents.files import find_once
 from maxlm.documents.reader import records
 from maxlm.documents.records import Defect, ReadSettings, Record, Wanted

@@ -16,9 +16,8 @@ from pyarrow import parquet
 
 from maxlm.base.errors import UserError
 from maxlm.corpus.document import Document
-from maxlm.corpus.read import read
-from maxlm.data.readers import Fields, documents_in
-from maxlm.data.sources import find_files
+from maxlm.corpus.files import read
+from maxlm.data.sources import Fields, documents_in, find_files
 from maxlm.documents.files import find_once
 from maxlm.documents.records import LEFT_OUT
 from maxlm.documents.stream import zstd

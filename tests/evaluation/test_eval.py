@@ -126,8 +126,14 @@ def test_a_published_model_is_read_into_its_share_of_each_device(workspace, monk
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):
     """A kill after the first batch, and half a line of the next: only what is missing is computed, and the results are the same."""
+    real, asked, scores = Scorer.score, [], {}
+
+    def kept(self, params, state, windows, progress):
+        scores[len(windows)] = list(real(self, params, state, windows, progress))
+        return iter(scores[len(windows)])
+
+    monkeypatch.setattr(Scorer, "score", kept)
     wanted = values(evaluate(workspace / "run", "choice.yml", capsys, out=tmp_path / "whole"))
-    real, asked = Scorer.score, []
 
     def killed(self, params, state, windows, progress):
         for count, found in enumerate(real(self, params, state, windows, progress)):
@@ -158,6 +164,12 @@ def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch
     assert (tmp_path / "torn" / "7-choice.json").read_bytes() == written
     assert asked[4:] == [], "nor is anything computed"
     (tmp_path / "torn" / "7-choice.json").unlink()
+
+    def answered(self, params, state, windows, progress):  # with the scores of the first: a program in another precision takes seconds
+        asked.append(len(windows))
+        return iter(scores[len(windows)])
+
+    monkeypatch.setattr(Scorer, "score", answered)
     evaluate(workspace / "run", "choice.yml", capsys, "precision.float32_matmul=highest", out=tmp_path / "torn")
     assert asked[4:] == [18, 3], "another precision is another evaluation"
     monkeypatch.setattr("maxlm.__version__", "another")

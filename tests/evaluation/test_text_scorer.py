@@ -9,10 +9,10 @@ import pytest
 from maxlm.base.errors import UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
+from maxlm.corpus.files import read_shard
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import read_shard
+from maxlm.evaluation.opening import find_checkpoint
 from maxlm.evaluation.requests import Request
-from maxlm.evaluation.text_scorer import find_checkpoint
 
 TEXTS = ["", "a short text", "ümlaut and more words " * 20, "a lone \ud800 surrogate"]
 

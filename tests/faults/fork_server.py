@@ -18,6 +18,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("maxlm.cli", "maxlm.run.run", "maxlm.inference.text", "maxlm.inference.chat", "optax", "jax.experimental.multihost_utils")
+PRELOADED = ("maxlm.cli", "maxlm.run.run", "maxlm.inference.text", "maxlm.inference.text", "optax", "jax.experimental.multihost_utils")
 READ_ON_IMPORT = ("JAX_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_", "TPU_", "CUDA_", "GRPC_", "TF_", "LIBTPU_")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MOST_FDS = 16
@@ -100,6 +101,7 @@ class Popen(subprocess.Popen):
             "fds": [0, 1, 2, *how["pass_fds"]],
             "session": how["start_new_session"],
             "group": how["process_group"],
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "parent": os.getpid(),
         }
         self.pid = server.fork(request, [*ends, *how["pass_fds"]])
@@ -152,11 +154,12 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
 
 
 def _take_place(request: dict[str, Any], fds: list[int]) -> None:
-    """Folder, environment, session and open files of the process that was asked for."""
+    """Folder, environment, session, blocked signals and open files of the process that was asked for."""
     if request["session"]:
         os.setsid()
     if request["group"] != -1:
         os.setpgid(0, request["group"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])

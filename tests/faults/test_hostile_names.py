@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from small_run import CONFIG
 from typer.testing import CliRunner
 
 from maxlm.base.console import Console
-from maxlm.base.errors import UserError, quoted
+from maxlm.base.errors import UserError, quoted, shell_command
 from maxlm.cli import app
 from maxlm.config import load, show
 from maxlm.interop.exporting import export_model
@@ -74,6 +76,12 @@ def test_maxlm_report_prints_one_line(monkeypatch, name):
     monkeypatch.setattr(report, "write_report", lambda folders, place: place)
     said = CliRunner().invoke(app, ["report", name, "--out", f"{name}.html"]) if not name.startswith("-") else None
     assert said is None or said.output.removesuffix("\n").isprintable()
+
+
+def test_a_command_that_is_shown_is_one_line_that_a_shell_reads_back(name):
+    shown = shell_command("printf", "%s", name)
+    assert shown.isprintable()
+    assert subprocess.run(["bash", "-c", shown], capture_output=True, check=True).stdout == os.fsencode(name)
 
 
 def test_every_console_of_the_product_is_that_console():

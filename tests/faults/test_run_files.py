@@ -240,7 +240,7 @@ TRUSTED = {
         *("hardware/chips.py", "hardware/published_runs.py"),
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
-        *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
+        *("interop/published_files.py", "interop/exporting.py", "interop/tensor_files.py", "evaluation/task.py"),
         *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "run/resume_checks.py"),
         *("run/reference_file.py", "run/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
         *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
@@ -249,7 +249,7 @@ TRUSTED = {
     "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
     "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/folder.py"),
 }
-LIBRARIES = {"ts", "KvStore", "storage", "scorer", "build_opener"}  # names whose `open` or `read_bytes` opens no file of ours
+LIBRARIES = {"ts", "KvStore", "storage", "scorer", "build_opener", "observer"}  # names whose `open` or `read_bytes` opens no file of ours
 
 
 def opens(node):

@@ -21,12 +21,12 @@ BOUNDS = {  # a figure -> its largest value; the comment has the figure that the
     "settings": 303,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
     "functions that take the whole Config": 70,  # 90
     "files with functions that take the whole Config": 32,  # 35
-    "files below 60 lines with one importer": 10,  # 0
+    "files below 60 lines with one importer": 3,  # 0; two are the definition and the shapes of a kernel, which tests import, too
     "vague words a thousand lines": 0.1,  # 2
     "public functions without docstring": 0,  # 0
     "modules that a feature touches": 13.4,  # 2: the mean of the last five features
 }
-MEDIAN_LINES = (117, 200)  # of a file; 130 to 200
+MEDIAN_LINES = (130, 200)  # of a file; 130 to 200
 OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is a section
     "Int8Compression": "one kind of `compression`, in which others have more settings",
     "SignCompression": "one kind of `compression`",
@@ -39,6 +39,7 @@ OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is
     "LearnedPositionsConfig": "there, positions are learned",
 }
 VAGUE = re.compile(r"\b(that of|those of|whose|nobody|beside|which there)\b", re.IGNORECASE)
+ON_USE = re.compile(r"\"(maxlm[\w.]+):\w+\"")  # a module that a record names, imported on use
 WHOLE_CONFIG = re.compile(r"(?<![A-Za-z])Config(?![A-Za-z])")
 HOUSE = [path for path in SOURCES if not path.is_relative_to(ROOT / "tools")]
 FEATURES = tomllib.loads((Path(__file__).parent / "features.toml").read_text(encoding="utf-8"))["feature"]
@@ -126,8 +127,11 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def cupboards() -> list[str]:
+    """Small files with one importer. Sections of settings and implementations that a record names are files by the plan of the house."""
+    named = {name for text in texts().values() for name in ON_USE.findall(text)}
     small = (name for name in texts() if lines(name) < 60 and not name.endswith("__init__"))
-    return [name for name in small if len(importers_of_all().get(name, ())) == 1]
+    others = (name for name in small if name not in named and not name.startswith("maxlm.config.sections."))
+    return [name for name in others if len(importers_of_all().get(name, ())) == 1]
 
 
 @lru_cache
@@ -186,6 +190,7 @@ def test_figures_are_counted():
         "class B:\n    def k(self):\n        'Said.'\nclass D(B[int]):\n    def k(self): ...\n    def l(self): ...\n"
     )
     assert with_config(ast.walk(tree)) == 2 and undocumented(tree, classes([ast.walk(tree)])) == ["f", "h", "l"]
+    assert ON_USE.findall('transforms=("maxlm.training.ema:MovingAverage",)') == ["maxlm.training.ema"]
     others = dict.fromkeys(("x.a", "x.b", "x.c"), ())
     assert importers({"x": [*ast.walk(tree)], **others}) == {name: {"x"} for name in others}
     assert len(VAGUE.findall("a boat whose sail is besides that of others")) == 2

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from golden_hf import drawn
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from tiny import tiny_batch, tiny_config
+from tiny import drawn_parameters, tiny_batch, tiny_config
 
 from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
@@ -21,7 +22,6 @@ from maxlm.interop import packed
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
 from maxlm.interop.tensor_files import TensorFiles, read_e4m3
-from maxlm.models import init_model_state, init_parameters
 from maxlm.objectives import build_objective
 from maxlm.precision import dequantize, quantized_weight
 from maxlm.training.saved_run import open_run
@@ -68,9 +68,9 @@ def rounded(params, config):
 
     def one(path, leaf):
         inputs = INPUTS.get(path[-1].key)
-        return leaf if inputs is None else np.asarray(dequantize(quantized_weight(config, leaf, 1, inputs).form))
+        return leaf if inputs is None else dequantize(quantized_weight(config, leaf, 1, inputs).form)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.device_get(jax.jit(lambda tree: jax.tree_util.tree_map_with_path(one, tree))(params))
 
 
 def test_words_by_hand():
@@ -86,7 +86,7 @@ def test_words_by_hand():
         np.testing.assert_array_equal(packed.unpack(packed.pack(values, bits), bits, 21), values)
 
 
-CASES = [("llama2", "int8"), ("llama2", "int4"), ("llama2", "fp8"), ("stablelm", "int4"), ("stablelm", "fp8")]
+CASES = [("llama2", "int8"), ("stablelm", "int4"), ("stablelm", "fp8")]
 
 
 @pytest.mark.parametrize(("name", "format"), CASES)  # stablelm: some outputs are in another order
@@ -112,7 +112,7 @@ def trained(tmp_path_factory):
     matmul = {"format": "int8", "weights_only": True, "skip": ["down"], "first_layers": 1}
     config = tiny_config(precision={"compute": "bfloat16", "matmul": matmul})
     (folder / "config.yml").write_text(dump(config))
-    state = {"params": init_parameters(config.model, 3), "model_state": init_model_state(config.model, 3)}
+    state = {"params": drawn_parameters(config.model), "model_state": {}}
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, {})
     checkpoints.save(1, state, {})
     checkpoints.close()
@@ -133,10 +133,10 @@ def test_an_export_computes_what_training_did(trained, tmp_path):
     import_model(tmp_path / "out", tmp_path / "back", [], nothing)
     plain = tiny_config(precision={"compute": "bfloat16"})
     params = parameters(tmp_path / "back")
-    batch = tiny_batch(0)
+    batch, trained_loss, plain_loss = tiny_batch(0), *(jax.jit(build_objective(one).loss) for one in (config, plain))
     losses = [
-        float(jax.jit(build_objective(one).loss)(tree, state["model_state"], batch)[1].added["loss"])
-        for one, tree in ((config, state["params"]), (plain, params), (plain, state["params"]))
+        float(loss(tree, state["model_state"], batch)[1].added["loss"])
+        for loss, tree in ((trained_loss, state["params"]), (plain_loss, params), (plain_loss, state["params"]))
     ]
     assert losses[0] == losses[1] != losses[2]
 
@@ -230,9 +230,18 @@ FP8_DAMAGE = {
 DAMAGED = [("int4", *one) for one in DAMAGE.items()] + [("fp8", *one) for one in FP8_DAMAGE.items()]
 
 
+@pytest.fixture(scope="module")
+def exports(trained, tmp_path_factory):
+    """An export in each format that is damaged."""
+    folder = tmp_path_factory.mktemp("exports")
+    for format in ("int4", "fp8"):
+        export_model(trained[0], folder / format, "float32", "5GB", None, nothing, quantize=format)
+    return folder
+
+
 @pytest.mark.parametrize(("format", "change", "said"), DAMAGED, ids=[f"{format} {change.__name__}" for format, change, _ in DAMAGED])
-def test_files_that_are_not_understood_are_refused(format, change, said, trained, tmp_path):
-    export_model(trained[0], tmp_path / "out", "float32", "5GB", None, nothing, quantize=format)
+def test_files_that_are_not_understood_are_refused(format, change, said, exports, tmp_path):
+    shutil.copytree(exports / format, tmp_path / "out")
     tensors, config = load_file(tmp_path / "out" / "model.safetensors"), json.loads((tmp_path / "out" / "config.json").read_text())
     change(tensors, config)
     save_file(tensors, tmp_path / "out" / "model.safetensors")
@@ -242,9 +251,9 @@ def test_files_that_are_not_understood_are_refused(format, change, said, trained
     assert not (tmp_path / "back").exists()
 
 
-def test_one_scale_for_a_whole_matrix_is_read(trained, tmp_path):
+def test_one_scale_for_a_whole_matrix_is_read(exports, tmp_path):
     """As others write fp8: the import has the stored numbers times it."""
-    export_model(trained[0], tmp_path / "out", "float32", "5GB", None, nothing, quantize="fp8")
+    shutil.copytree(exports / "fp8", tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
     tensors[Q + "_scale"] = np.array([0.5], np.float32)

@@ -10,8 +10,7 @@ from maxlm.base.errors import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.rope import Llama3Scaling, RopeConfig, YarnScaling
 from maxlm.interop import hf_config
-from maxlm.interop.hf_config import read_config
-from maxlm.interop.hf_export_config import family_of
+from maxlm.interop.hf_config import family_of, read_config
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.stem for path in GOLDEN.glob("*.npz") if "config" in np.load(path).files)

@@ -93,8 +93,9 @@ def prefix_of(mask, lengths, S):
     return jnp.arange(S) < jnp.asarray(lengths)[:, None] if mask.form == "prefix" else None
 
 
-@pytest.mark.parametrize("query_block", [1024, 8], ids=["whole", "in blocks"])
-@pytest.mark.parametrize("mask", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("mask", "query_block"), [*((mask, 8) for mask in FORMS), *((mask, 1024) for mask in FORMS if mask.window)], ids=str
+)
 def test_the_portable_form_has_every_mask(mask, query_block, monkeypatch):
     """Output, logsumexp and every gradient equal the definition, with documents, padding, and a prefix of its own length in each row."""
     monkeypatch.setattr(xla, "QUERY_BLOCK", query_block)
@@ -144,13 +145,12 @@ def test_attended_pairs_are_those_that_the_mask_leaves(form, window):
     ("implementation", "options"),
     [
         pytest.param("flash", {}, marks=pytest.mark.soak),
-        ("flash", {"mask": Mask(window=100), "softcap": 2.0}),
         pytest.param("flash", {"mask": Mask(window=128), "softcap": 2.0}, marks=pytest.mark.soak),
         pytest.param("flash", {"mask": Mask(window=300)}, marks=pytest.mark.soak),
         ("splash", {"mask": Mask(window=100), "softcap": 2.0}),
         pytest.param("splash", {"mask": Mask("bidirectional")}, marks=pytest.mark.soak),
         ("splash", {"mask": Mask("bidirectional", window=100, documents=False)}),
-        ("flash", {"mask": Mask(documents=False)}),
+        pytest.param("flash", {"mask": Mask(documents=False)}, marks=pytest.mark.soak),
     ],
 )
 def test_kernels_equal_the_definition(implementation, options, monkeypatch):
@@ -179,8 +179,9 @@ def test_the_longest_window_hides_nothing(implementation, form, monkeypatch):
     q, k, v, segments = operands(7, B=1, S=256, H=2, G=1, K=16)
     weights = normal(109, *q.shape)
 
-    longest = functools.partial(run, implementation=implementation, mask=Mask(form, window=LONGEST_WINDOW))
-    none = functools.partial(reference, mask=Mask(form))
+    documents = implementation != "flash"  # flash without: with documents it is compared elsewhere
+    longest = functools.partial(run, implementation=implementation, mask=Mask(form, window=LONGEST_WINDOW, documents=documents))
+    none = functools.partial(reference, mask=Mask(form, documents=documents))
 
     def total(attend, *qkv):
         out = attend(*qkv, segments)
@@ -244,7 +245,7 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
         pytest.param(4, 4, True, marks=pytest.mark.soak),
         (4, 4, False),
         pytest.param(4, 2, True, marks=pytest.mark.soak),
-        (6, 2, True),
+        pytest.param(6, 2, True, marks=pytest.mark.soak),
     ],
     ids=["own keys, v6e", "own keys", "the same keys, v6e", "three to a group, v6e"],
 )
@@ -285,16 +286,17 @@ def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3, softcap=None)
     ("implementation", "options"),
     [
         pytest.param("flash", {}, marks=pytest.mark.soak),
-        ("flash", {"mask": Mask(window=100)}),
+        ("flash", {"mask": Mask(window=100), "softcap": 2.0}),
         ("xla", {}),
         ("xla", {"mask": Mask(window=100)}),
     ],
 )
-def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
+def test_output_logsumexp_and_gradients_equal_the_definition(implementation, options, monkeypatch):
+    """With documents that end inside a block and skip some, and a head dim below a lane."""
     monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
-    q, k, v, segments = operands(10, S=256, G=2, K=16)
-    of_out, of_lse = normal(101, *q.shape), normal(102, 2, 4, 256)
+    q, k, v, segments = operands(10, S=512, G=2, K=16)
+    of_out, of_lse = normal(101, *q.shape), normal(102, 2, 4, 512)
 
     def ours(q, k, v):
         return attention_and_logsumexp(
@@ -303,14 +305,15 @@ def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options
 
     def loss(both, q, k, v):
         out, lse = both(q, k, v)
-        return jnp.sum(of_out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), of_lse * lse, 0.0)), lse
+        return jnp.sum(of_out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), of_lse * lse, 0.0)), (lse, out)
 
     def theirs(q, k, v):
         return reference(q, k, v, segments, **options), logsumexp_reference(q, k, segments, **options)
 
-    ((_, lse), mine), ((_, other_lse), other) = (total_and_gradients(functools.partial(loss, both), q, k, v) for both in (ours, theirs))
+    found, exact = (total_and_gradients(functools.partial(loss, both), q, k, v) for both in (ours, theirs))
+    (lse, out), (other_lse, other_out) = found[0][1], exact[0][1]
     np.testing.assert_allclose(lse, other_lse, atol=1e-5)
-    for a, b in zip(mine, other, strict=True):
+    for a, b in zip((out, *found[1]), (other_out, *exact[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)
 
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.kernels.attention.entropy import attention_entropy
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.attention.reference import visible
+from maxlm.kernels.attention.xla import attention_entropy
 
 B, S, H, G, K = 2, 24, 4, 2, 8
 QUERIES = np.array([0, 5, 11, 23])

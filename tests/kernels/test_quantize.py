@@ -74,15 +74,17 @@ def test_kernels_equal_the_definition(name):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(bad, implementation):
-    clean, poisoned = matrix(), matrix().at[3, 5].set(bad)
+def test_what_is_not_finite_stays_in_its_row(implementation):
+    clean, poisoned = matrix(), np.asarray(matrix()).copy()
+    bad = [3, 50, 299]
+    poisoned[bad, 5] = np.nan, np.inf, -np.inf
+    poisoned, silent = jnp.asarray(poisoned), np.isin(np.arange(ROWS), bad)[:, None] & (np.arange(WIDE) == 5)
     (values, scale), (values_before, scale_before) = (quantize_rows(x, form("int8"), implementation) for x in (poisoned, clean))
-    others = np.arange(ROWS) != 3
-    assert np.isnan(scale[3])
+    others = ~np.isin(np.arange(ROWS), bad)
+    assert np.isnan(np.asarray(scale)[bad]).all()
     same((values[others], scale[others]), (values_before[others], scale_before[others]))
     found = quantize_columns(poisoned, form("int8"), TILE, implementation=implementation)
-    same(found, quantize_columns(clean.at[3, 5].set(0), form("int8"), TILE, implementation=implementation))
+    same(found, quantize_columns(jnp.where(silent, 0, clean), form("int8"), TILE, implementation=implementation))
 
 
 def test_kernels_race_nowhere_and_read_nothing_unwritten(capfd):
@@ -93,7 +95,14 @@ def test_kernels_race_nowhere_and_read_nothing_unwritten(capfd):
     same(found, (*quantize_rows(x, form("int8"), "xla"), *quantize_columns(x, form("int8"), TILE, transposed=True, implementation="xla")))
 
 
-@pytest.mark.parametrize(("chip", "name"), [("v5e:1x1", "int8"), ("v5p:2x2x1", "int8"), ("v6e:1x1", "int8"), ("tpu7x:2x2x1", "e4m3")])
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [
+        ("v5e:1x1", "int8"),
+        *(pytest.param(chip, "int8", marks=pytest.mark.soak) for chip in ("v5p:2x2x1", "v6e:1x1")),
+        ("tpu7x:2x2x1", "e4m3"),
+    ],
+)
 def test_kernels_compile_where_the_format_is_fast(chip, name):
     aot = pytest.importorskip("maxlm.compiler.aot")
     mesh = Mesh(np.asarray(aot.devices(parse(chip))[:1]), ("x",))
@@ -136,8 +145,7 @@ def near(ours, theirs):
         assert mine.shape[-1] == 1 or np.mean(mine != other) < 0.02  # 0.001 of integers
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(("name", "activation"), [("int8", "silu"), ("fp8", "gelu")])
 def test_gated_kernels_equal_the_definition(name, activation):
     of_units, of_gradients = map(form, GATED[name])
     dhidden, gate, up, *scales = gated_operands()

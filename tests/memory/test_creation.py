@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.memory.creation import create
+from maxlm.memory.pieces import create
 from maxlm.memory.spaces import on_host
 
 
 def test_a_leaf_of_the_host_is_kept_before_the_next_is_made(monkeypatch):
     """So that host memory never holds a state that goes into a file."""
-    monkeypatch.setattr("maxlm.memory.creation.GROUP_BYTES", 1)
+    monkeypatch.setattr("maxlm.memory.pieces.GROUP_BYTES", 1)
     events: list[str] = []
 
     def make(first):

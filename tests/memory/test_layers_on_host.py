@@ -26,7 +26,7 @@ SOAK = pytest.mark.soak
 @pytest.mark.parametrize(
     ("mesh", "sections", "offload"),
     [
-        pytest.param({"fsdp": 4}, PARTS | BFLOAT16, BOTH, id="fsdp, microbatches"),
+        pytest.param({"fsdp": 2}, PARTS | BFLOAT16, BOTH, id="fsdp, microbatches"),
         pytest.param({"fsdp": 1}, BFLOAT16, BOTH, id="one device", marks=SOAK),
         pytest.param({"fsdp": 2}, PARTS, GRADIENTS, id="gradients alone", marks=SOAK),
         pytest.param({"fsdp": 2}, PARTS, WEIGHTS, id="weights alone", marks=SOAK),

@@ -15,8 +15,7 @@ from maxlm.base.errors import UnavailableError
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.schema import CheckpointConfig
-from maxlm.memory.disk import DiskArray, load_all
-from maxlm.memory.scratch import Buffer, ScratchFile
+from maxlm.memory.disk import Buffer, DiskArray, ScratchFile, load_all
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.saving import not_finite
 
@@ -98,7 +97,7 @@ def test_a_kill_leaves_no_file(tmp_path):
     """The file has no name while it is used: nothing is there to read after kill -9, and the space is free."""
     text = f"""
 import os
-from maxlm.memory.scratch import Buffer, ScratchFile
+from maxlm.memory.disk import Buffer, ScratchFile
 file = ScratchFile({str(tmp_path)!r}, 2**20, 1)
 file.wait(file.write(0, Buffer(2**20).view))
 print(os.listdir({str(tmp_path)!r}), flush=True)
@@ -109,7 +108,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 
 
 def test_large_requests_come_back_as_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxlm.memory.scratch.REQUEST_BYTES", 8192)
+    monkeypatch.setattr("maxlm.memory.disk.REQUEST_BYTES", 8192)
     file, out, back = ScratchFile(str(tmp_path), 2**16, 3), Buffer(2**16), Buffer(2**16)
     out.view[:] = np.random.default_rng(0).bytes(2**16)
     file.wait(file.write(0, out.view))

@@ -12,11 +12,8 @@ from maxlm.models import abstract_parameters, bind, token_flops
 LATENT = {"kv_rank": 128, "nope_dim": 64, "rope_dim": 32, "value_dim": 48}
 MODELS = {
     "gated, grouped": {"n_kv_heads": 1},
-    "gated": {},
     "plain": {"activation": "gelu"},
-    "plain, grouped": {"activation": "gelu", "n_kv_heads": 1},
     "clamped, sinks": {"activation": "swiglu_clamped", "sinks": True},
-    "latent": {"latent": LATENT},
     "latent, queries too": {"latent": {**LATENT, "q_rank": 192}},
 }
 

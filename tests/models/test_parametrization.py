@@ -31,6 +31,9 @@ MODELS = {
 }
 
 
+initial = jax.jit(init_parameters, static_argnums=(0, 1))
+
+
 def model_of(kind="dense", **parametrization):
     return tiny_config(model={**MODELS[kind], "parametrization": COMPLETE | parametrization}).model
 
@@ -85,7 +88,7 @@ def test_at_the_base_it_is_the_standard_model(kind):
 
 def test_the_base_draws_what_the_standard_model_draws():
     config = model_of(base_width=64, base_depth=2)
-    for mine, wanted in zip(*(jax.tree.leaves(init_parameters(one, 0)) for one in (config, standard(config))), strict=True):
+    for mine, wanted in zip(*(jax.tree.leaves(initial(one, 0)) for one in (config, standard(config))), strict=True):
         np.testing.assert_array_equal(mine, wanted)
 
 
@@ -141,7 +144,7 @@ def test_a_module_that_predicts_further_has_one_block_at_any_depth():
 
 def test_drawn_deviations_follow_the_factors():
     config = model_of()
-    params = init_parameters(config, 0)
+    params = initial(config, 0)
     assert np.std(params["layers"]["0"]["mlp"]["up_DF"]) == pytest.approx(0.02 / 2, rel=0.05)
     assert np.std(params["layers"]["0"]["mlp"]["down_FD"]) == pytest.approx(0.02 / 2 * 2**-0.5, rel=0.05)
     assert np.std(params["output_VD"]) == pytest.approx(0.02, rel=0.05)

@@ -52,7 +52,7 @@ def high():
 
 @pytest.mark.parametrize(
     ("settings", "matrices"),
-    [({}, 7), ({"skip": ("down", "key")}, 5), ({"first_layers": 1}, 7), ({"last_layers": 1}, 7), ({"scaling": "tensor"}, 7)],
+    [({}, 7), ({"skip": ("down", "key"), "scaling": "tensor"}, 5), ({"first_layers": 1}, 7), ({"last_layers": 1}, 7)],
     ids=str,
 )
 def test_three_matmuls_a_matrix_are_quantized_and_no_other(settings, matrices, high):
@@ -67,15 +67,12 @@ def test_three_matmuls_a_matrix_are_quantized_and_no_other(settings, matrices, h
 @pytest.mark.parametrize(
     ("sections", "matrices"),
     [
-        ({"matmul": {"format": "fp8"}}, 7),
-        ({"model": LATENT}, 8),
-        ({"model": {"lora": {"rank": 2}}}, 7),
-        ({"model": {"mtp": {"depth": 1}}}, 14),
-        ({"model": {"activation": "gelu", "bias": "all"}}, 6),
+        ({"model": {**LATENT, "mtp": {"depth": 1}}, "matmul": {"format": "fp8"}}, 16),
+        ({"model": {"lora": {"rank": 2}, "activation": "gelu", "bias": "all"}}, 6),
         ({"model": EXPERTS}, 7),
         ({"model": EXPERTS, "matmul": {**INT8, "skip": ("experts",)}}, 4),
     ],
-    ids=["fp8", "latent", "lora", "mtp", "gelu", "experts", "experts skipped"],
+    ids=["fp8, latent, mtp", "lora, gelu", "experts", "experts skipped"],
 )
 def test_matrices_of_every_kind(sections, matrices):
     found = dots(program_of(memory={"remat": "none"}, **sections))

@@ -11,7 +11,7 @@ from test_plan import run
 from maxlm.cost.calibration import Measured, read
 from maxlm.hlo.cpu_work import cpu_dots, transposes
 from maxlm.hlo.parser import read as read_program
-from maxlm.planning import calibrate, calibrate_cpu
+from maxlm.planning import calibrate
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def command(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(calibrate, "COLLECTIVE_BYTES", {"cpu": (2**12,)})
     small = {"SIDES": (8, 16), "LONG_SIDE": 32, "TRANSPOSED_SIDES": (8, 16), "TOKENS": 64, "WIDTH": 24, "FUNCTION_VALUES": 64}
     for name, value in {**small, "FRESH_BYTES": 2**20}.items():
-        monkeypatch.setattr(calibrate_cpu, name, value)
+        monkeypatch.setattr(calibrate, name, value)
 
     return functools.partial(run, capfd)
 
@@ -48,11 +48,11 @@ def test_what_is_timed_is_what_it_is_called():
         module = read_program(jax.jit(step).lower(jnp.ones(dims)).compile().as_text())
         return [(module, run.op, module.computations[run.computation]) for run in module.executed()]
 
-    narrow = [dot for op in ops(calibrate_cpu._narrow(16, 256), 256, 16) for dot in cpu_dots(*op)]
+    narrow = [dot for op in ops(calibrate._narrow(16, 256), 256, 16) for dot in cpu_dots(*op)]
     assert [(dot.side, dot.transposed, dot.flops) for dot in narrow] == [(16, False, 2 * 16 * 256**2)] * 2
-    gradient = [dot for op in ops(calibrate_cpu._gradient(64), calibrate_cpu.TOKENS, 64) for dot in cpu_dots(*op)]
-    assert [(dot.side, dot.transposed, dot.flops) for dot in gradient] == [(64, True, 2 * calibrate_cpu.TOKENS * 64**2)]
-    assert any(transposes(*op) for op in ops(calibrate_cpu._transposed, 256, 48))
+    gradient = [dot for op in ops(calibrate._gradient(64), calibrate.TOKENS, 64) for dot in cpu_dots(*op)]
+    assert [(dot.side, dot.transposed, dot.flops) for dot in gradient] == [(64, True, 2 * calibrate.TOKENS * 64**2)]
+    assert any(transposes(*op) for op in ops(calibrate._transposed, 256, 48))
 
 
 @pytest.mark.parametrize(

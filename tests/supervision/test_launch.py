@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fork_server
 import pytest
@@ -37,6 +38,7 @@ def came(step, hosts=("a", "b")):
 def supervise(tmp_path, monkeypatch):
     """(exit code, lines said, attempts made) of a script under the supervisor."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_server.Popen}))
 
     def run(script, restarts=5, backoff=0.01):
         said = []
@@ -281,7 +283,7 @@ def test_a_signal_reaches_the_run_once_and_ends_both(tmp_path, number):
         "import sys\nfrom maxlm.supervision.launch import Supervisor\n"
         f"sys.exit(Supervisor([sys.executable, '-c', {script!r}], restarts=3, backoff=1, say=print).run())"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, start_new_session=True)
+    process = fork_server.Popen([sys.executable, "-c", program], cwd=tmp_path, start_new_session=True)
     until = time.monotonic() + 30
     while not (tmp_path / "ready").exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -304,7 +306,7 @@ def test_who_is_stopped_with_nothing_to_save_may_go_on(tmp_path, script, code):
         f"run = [sys.executable, '-c', {PRELUDE + script!r}]\n"
         "sys.exit(Supervisor(run, restarts=3, backoff=60, say=lambda line: print(line, flush=True)).run())"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = fork_server.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     if script == BETWEEN:
         assert "restart 1 of 3 in 60 s" in process.stdout.readline()
     until = time.monotonic() + 30
@@ -357,7 +359,7 @@ def launcher(tmp_path, script, **settings):
         "sys.exit(launch.Supervisor(run, restarts=3, backoff=0.1, say=lambda line: print(line, flush=True)).run())"
     )
     environ = {**os.environ, "MAXLM_GRACE_SECONDS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    process = fork_server.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 30
     while not (tmp_path / "ready").exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -430,7 +432,7 @@ def test_a_command_records_why_it_ended(tmp_path, raises, code, error):
     )
     path = tmp_path / "progress.json"
     environ = {**os.environ, progress_file.VARIABLE: str(path)}
-    answer = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    answer = fork_server.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
     assert (answer.returncode, progress_file.read(path).error) == (code, error), answer.stderr
 
 

@@ -5,15 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from topologies import devices
+from topologies import compiled, devices
 
 from maxlm.config import load
-from maxlm.cost.mesh_links import axis_links
-from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import CHIPS, chip_of
 from maxlm.hardware.topologies import parse
 from maxlm.hardware.xla_flags import FLAGS, compiler_options
-from maxlm.hlo.parser import read
 from maxlm.kernels import attention
 from maxlm.kernels.attention import Mask
 from maxlm.kernels.attention.tpu import why_not
@@ -60,18 +57,17 @@ def test_chip_accepts_its_flags(chip):
     assert "all-gather" in compiled.as_text() or "all-reduce" in compiled.as_text()
 
 
-def test_weights_are_gathered_gradients_scattered_and_attention_is_a_kernel():
+def test_weights_are_gathered_gradients_scattered_and_attention_is_a_kernel(tmp_path, monkeypatch):
     """The step on v5p, a sequence a chip: weights come by all-gather, each twice, and nothing else does; gradients are reduce-scattered;
     nothing waits for either; no score matrix is in memory.
     """
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
     overrides = "cluster.topology=v5p:4x4x4 cluster.accelerator=null train.global_batch=64 train.microbatches=1 data.seq_len=256"
     model = "model.d_model=512 model.d_ff=1024 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim=128 model.vocab_size=1024"
     config = load("runs/llama3-8b-v5p-128", [*overrides.split(), *model.split()]).config
     topology = parse("v5p:4x4x4")
     program = build_program(config, build_mesh(config, devices(topology.name)))
-    with jax.set_mesh(program.mesh):
-        text = program.step.as_text()
-    cost = estimate(read(text), topology.chip, dict(program.mesh.shape), axis_links(program.mesh, topology))
+    text, cost = compiled(program, topology)
     matrices = config.model.n_layers * (512 * 128 * (4 + 2 + 2 + 4) + 3 * 512 * 1024)
     gathers = [row for row in cost.traffic if row.opcode == "all-gather"]
     assert sum(row.bytes for row in gathers) == 2 * (2 * matrices + 2 * 1024 * 512)  # bfloat16; embedding and unembedding once each
@@ -100,7 +96,8 @@ def gradients_of_attention(chip, device, rows, seq_len, mask):
 
 
 # v5e and v6e have twice the VMEM of the others: the longest sequences, and the longest compilations; tpu7x has that of v5p.
-@pytest.mark.parametrize("chip", [*(pytest.param(chip, marks=pytest.mark.soak) for chip in ("v5e", "v6e", "tpu7x")), "v5p"])
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x", "v5p"])
 def test_attention_fits_into_vmem_where_it_says_so(chip):
     """At the longest sequence that `why_not` allows, in the kernels of a step: the memory they ask for is enough."""
     device = devices(SMALLEST[chip])[0]

@@ -10,22 +10,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.parallel import build_mesh
-from maxlm.training import dynamic_map
-from maxlm.training.dynamic_map import scales_of
+from maxlm.training import small_states
 from maxlm.training.rounding import random_bits, to_bfloat16
-from maxlm.training.small_states import scaled_dim
+from maxlm.training.small_states import scaled_dim, scales_of
 from maxlm.training.split_masters import join, split
 
 UPDATE = jnp.int32(7)
 
 
-decode = jax.jit(dynamic_map.decode)
+decode = jax.jit(small_states.decode)
 
 
 @partial(jax.jit, static_argnames=("dim", "signed"))
 def encode(x, dim, *, signed, random=None):
     scales = scales_of(x, dim)
-    return dynamic_map.encode(x, scales, signed=signed, random=random), scales
+    return small_states.encode(x, scales, signed=signed, random=random), scales
 
 
 def values(signed: bool) -> np.ndarray:

@@ -63,7 +63,7 @@ def adapted(source, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program.__class__, "init", lambda self: begin_from(self, StartFromConfig(**start), None))
         first = jax.device_get(program.init())
-        state, _ = run_steps(program, 3)
+        state, _ = run_steps(program, 3, first=lambda program: program.init())
     saved = save(tmp_path_factory.mktemp("adapted") / "run", program, state)
     return program, first, state, saved
 

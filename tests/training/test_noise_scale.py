@@ -66,16 +66,20 @@ def test_the_parts_are_microbatches_of_each_device_that_reduces_once(layout):
     rows = np.asarray(split(np.arange(16), 2)).reshape(2, shards, -1).reshape(2 * shards, -1)
     state = first_state(program)
     wanted = by_hand(program, jax.device_get(state), batch, rows)
-    _, (metrics,) = run_steps(program, 1, batches=lambda n: batch, first=lambda program: state)
-    assert float(metrics.values[PARTS]) == wanted[0]
-    assert float(metrics.values[SQUARES]) == pytest.approx(wanted[1], rel=1e-5)
+    figures = jax.jit(lambda *given: gradients_of(program)(*given)[0])  # the gradient is left out of the program
+    with jax.set_mesh(program.mesh):
+        sums = figures(state.params, state.model_state, jax.device_put(batch, program.batch_sharding))
+    assert float(sums.added[PARTS]) == wanted[0]
+    assert float(sums.added[SQUARES]) == pytest.approx(wanted[1], rel=1e-5)
     assert [metric.name for metric in program.metrics] == ["loss", "z", "noise_scale"]
 
 
 def test_it_changes_no_update():
     """But for rounding, since XLA fuses other operations."""
-    with_it, without = (run_steps(tiny_program(1, train={"microbatches": 2, **more}), 1)[0].opt_state[0].mu for more in (MEASURED, {}))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), jax.device_get(with_it), jax.device_get(without))
+    (with_it, (metrics,)), (without, _) = (run_steps(tiny_program(1, train={"microbatches": 2, **more}), 1) for more in (MEASURED, {}))
+    moments = (jax.device_get(state.opt_state[0].mu) for state in (with_it, without))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), *moments)
+    assert float(metrics.values[PARTS]) == 2 and float(metrics.values[SQUARES]) > float(metrics.grad_norm) ** 2
 
 
 def metrics_of(trace, square, tokens=64.0, parts=4):

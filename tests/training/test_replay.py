@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from tiny import first_state, tiny_batch, tiny_program
 
-from maxlm.training.replay import Replay
+from maxlm.training.evidence import Replay
 
 MODEL = {"n_layers": 7, "layer_pattern": ["local", "local", "global"], "window": 16}  # two periods, and one layer more
 UP, QUERY, DOWN = ("layers", "0", "mlp", "up_DF"), ("layers", "1", "attention", "query_DHK"), ("tail", "0", "mlp", "down_FD")

@@ -233,7 +233,7 @@ def test_masters_in_two_halves_are_the_float32_masters():
         asked.append({name: leaf.dtype.name for name, leaf in named_leaves(params).items()})
         return Sums(jnp.float32(1), {"loss": jnp.float32(0)}, {}), given["grads"]
 
-    build = partial(Update, program.config, program.objective, optimizer, gradients)
+    build = partial(Update, program.objective, optimizer, program.update.rate, gradients)
     of_halves, of_masters = build([call(SplitMasters.from_config, program.config, program.config.optimizer.state)]), build()
 
     @jax.jit

@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from maxlm.base.errors import UserError, shorten, system_errors
-from maxlm.corpus.dedup.database import BATCH_ROWS, Database, open_database
-from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
-from maxlm.corpus.dedup.writing import parquet, row_groups
+from maxlm.corpus.dedup.signatures import jaccard
+from maxlm.corpus.dedup.tables import BATCH_ROWS, Database, open_database, parquet, row_groups
 
 VERIFY_VALUES = 1 << 21  # sample values compared at once
 

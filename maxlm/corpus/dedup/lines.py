@@ -13,10 +13,9 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from maxlm.corpus.dedup.database import open_database
 from maxlm.corpus.dedup.settings import RepeatSettings
+from maxlm.corpus.dedup.tables import BY_LENGTH, Priority, lists, open_database, parquet, row_groups
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, lists, parquet, row_groups
 from maxlm.corpus.document import Document, groups
 
 Unit = Literal["lines", "paragraphs"]

@@ -18,11 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from maxlm.corpus.dedup.database import Database, open_database
-from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import SubstringSettings
+from maxlm.corpus.dedup.signatures import ngram_hashes
+from maxlm.corpus.dedup.tables import BY_LENGTH, HASHES, Database, Priority, lists, open_database, parquet, row_groups
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet, row_groups
 from maxlm.corpus.document import Document
 
 AT_ONCE = 1 << 20  # windows that are written and read together

@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from maxlm.corpus.tally import total
-from maxlm.corpus.tasks import Task
+from maxlm.corpus.tasks import Task, total
 
 KNOWN, KNOWN_SECONDS = 0.01, 60.0  # share of a pass, or its seconds, from which time left is told: before, models are loaded
 SECONDS = 1.0  # between two lines, at least; the last one of a pass is always shown

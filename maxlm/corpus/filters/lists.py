@@ -58,14 +58,11 @@ class BadWordsFilter:
         statistics = statistics_of(document.text)
         matches = 0
         for position in scan.find_members(statistics.hashes_T, self.table).tolist():
-            matches += self._matches_at(statistics.hashes_T, position)
+            entries = self.entries[int(statistics.hashes_T[position])]
+            matches += any(tuple(statistics.hashes_T[position : position + len(entry)].tolist()) == entry for entry in entries)
             if matches > self.settings.max_matches:
                 return removed(document, self.name, "bad_words", limit=self.settings.max_matches)
         return document
-
-    def _matches_at(self, hashes_T: Hashes, position: int) -> bool:
-        entries = self.entries[int(hashes_T[position])]
-        return any(tuple(hashes_T[position : position + len(entry)].tolist()) == entry for entry in entries)
 
 
 class UrlSettings(Section):

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from maxlm.base.atomic import replacing
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import check_out
 from maxlm.cluster import cluster
@@ -66,7 +67,7 @@ def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_j
     select_platform()
     with (
         cluster.stdout_to_stderr() as stdout,
-        cluster.joined(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True)) as here,
+        cluster.joined(named, partial(print_line, log)) as here,
     ):
         enable_compilation_cache()
         shown = _Table(sys.stderr if as_json else stdout) if jax.process_index() == 0 else None

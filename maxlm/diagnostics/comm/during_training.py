@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import ConfigError
 from maxlm.base.paths import check_out
 from maxlm.cluster import agree, cluster
@@ -60,7 +61,7 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
     select_platform()
     with (
         cluster.stdout_to_stderr(),
-        cluster.joined(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True)) as here,
+        cluster.joined(named, partial(print_line, log)) as here,
     ):
         enable_compilation_cache()
         phases.primary = jax.process_index() == 0
@@ -134,7 +135,7 @@ def _print(name: str, found: Found, uses: list[LinkUse], here: Cluster, out: Pat
 
 def _show(name: str, found: Found, uses: list[LinkUse], where: str) -> None:
     console = Console(width=max(WIDTH, Console().width))
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(print_line, console)
     say(f"{name} on {where}: {found.steps} steps of {duration(found.step_s)}")
     if found.nvml is False:
         say("NVLink and PCIe are not counted: there is no NVML, the library of NVIDIA's driver.")

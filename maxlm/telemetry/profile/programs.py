@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from maxlm.base.errors import UserError
-from maxlm.telemetry.profile.messages import HloProto
-from maxlm.telemetry.profile.xplane import Trace, text
+from maxlm.telemetry.profile.xplane import HloProto, Trace, text
 
 METADATA_PLANE = "/host:metadata"
 _DEPTH = 4  # operands of operands that are asked for a place, at most

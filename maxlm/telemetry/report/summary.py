@@ -232,10 +232,6 @@ def _marked(text: Callable[[float], str]) -> Callable[[Run, float], str]:
     return lambda run, value: f"{'~' if any(map(_is_estimated, run.bills)) else ''}{text(value)}"
 
 
-def _cost(run: Run, cost: float) -> str:
-    return money(cost, "".join(_currencies(run)))
-
-
 def _loss(name: str, value: Callable[[Run], float | None]) -> Callable[[Run], float | None]:
     """`value`, or infinity where the metric `name` is not finite any more."""
     return lambda run: math.inf if name in run.lost else value(run)
@@ -259,7 +255,9 @@ FIGURES = {
     "predicted_memory": Figure("Memory, predicted", "of a device, by the compiler", _predicted(MEMORY), _plain(in_bytes)),
     "seconds": Figure("Time", "since the first start", _wall_time, _plain(duration)),
     "goodput": Figure("Goodput", "of that time, on steps that count", lambda run: run.ledger.goodput, _plain(percent)),
-    "cost": Figure("Cost", "of the chips, so far", lambda run: _so_far(run, "cost"), _cost),
+    "cost": Figure(
+        "Cost", "of the chips, so far", lambda run: _so_far(run, "cost"), lambda run, cost: money(cost, "".join(_currencies(run)))
+    ),
     "kwh": Figure("Energy", "of the data centre; ~: estimated", lambda run: _so_far(run, "energy_kwh"), _marked(energy)),
     "joules_per_token": Figure("Energy a token", "mean of all of it", _energy_a_token, _marked(lambda joules: f"{figure(joules, 3)} J")),
 }

@@ -10,8 +10,8 @@ import numpy as np
 from corpora_made.made_files import Written, write_files
 from corpora_made.made_text import CHARACTERS, LANGUAGES, WORDS, Text, made_text
 from corpora_made.planted import NEGATIVES, PLANTS, Author, Item
-from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import MinHashSettings
+from maxlm.corpus.dedup.signatures import ngram_hashes
 from maxlm.corpus.dedup.words import hash_words
 
 TARGETS = tuple(round(0.5 + 0.025 * step, 3) for step in range(19))  # of Jaccard similarity: 0.5 to 0.95

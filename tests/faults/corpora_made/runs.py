@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxlm.corpus.shards import read_shard
+from maxlm.corpus.files import read_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 
