@@ -102,7 +102,7 @@ class Capability:
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
     probes: tuple[str, ...] = ()  # programs apart from the step, such as `training.layer_probe.LayerProbe`
     opening: tuple[str, ...] = ()  # `training.opening.Opening`: takes part in opening a run, between the program and the first step
-    needs: tuple[str, ...] = ()  # `training.memory_needs.MemoryNeeds`: lower bounds of memory beside those of a step
+    needs: tuple[str, ...] = ()  # `training.memory_needs.MemoryNeeds`: lower bounds of memory, in addition to a step's
     readers: tuple[str, ...] = ()  # `training.reader.Reader`: of the figures of every update, on the host
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights

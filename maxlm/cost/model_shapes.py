@@ -73,7 +73,7 @@ def layers(model: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def _alike(model: ModelConfig, depths: Iterable[int]) -> Iterable[Sequence[int]]:
-    """`depths` in groups of layers whose parts are of the same classes."""
+    """`depths`, grouped by layers with parts of the same classes."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for depth in depths:
         mixer, *others = layer_parts(model, depth)

@@ -182,7 +182,7 @@ class NextToken(Objective):
         return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self.config.data.mask_documents)
 
     def denominator(self, batch: Batch) -> Float[Array, ""]:
-        """Number of tokens whose target is in the same document."""
+        """Number of tokens that have a target in the same document."""
         return jnp.sum(batch.weights_BS)
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:

@@ -16,6 +16,7 @@ from jax.extend.backend import get_backend
 from jax.sharding import Mesh
 
 import maxlm
+from maxlm.base.console import print_line
 from maxlm.base.errors import ConfigError
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
@@ -82,7 +83,7 @@ class RunContext:
 
     def say(self, line: str) -> None:
         """Print a line on the console."""
-        self.phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(self.phases.console, line)
 
     def follow(self) -> None:
         """Let the watchdog follow the run. Its operations take as long as in earlier attempts with the same config on the same devices."""
@@ -152,7 +153,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
 
 def open_observers(context: RunContext) -> dict[str, Any]:
     """What observers hold from the beginning, on the primary process. Raises UserError on all processes if one cannot open it."""
-    held, warn = dict[str, Any](), functools.partial(context.phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    held, warn = dict[str, Any](), functools.partial(print_line, context.phases.console)
     found = list(implementations(context.config, "observers"))
 
     def open_here() -> None:

@@ -1,4 +1,4 @@
-"""Memory that a section needs beside a step: lower bounds, compared with what devices and hosts have before anything is built."""
+"""Memory that a section needs in addition to a step: lower bounds, compared with what devices and hosts have before anything is built."""
 
 import math
 from collections.abc import Iterator, Mapping

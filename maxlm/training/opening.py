@@ -36,7 +36,7 @@ class Opening:
         """Raise ConfigError for a run that cannot go on from `start`."""
 
     def check_compiled(self, program: Program, limit: int | None) -> None:
-        """Raise ConfigError for what does not fit beside the compiled step of `program` into `limit` bytes of a device."""
+        """Raise ConfigError if the section's arrays and the compiled step of `program` together exceed `limit` bytes of a device."""
 
 
 class FirstState(Opening):

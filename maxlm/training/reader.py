@@ -46,7 +46,7 @@ class Reader:
         return False
 
     def record(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Figures of a record, from those of the update it is of."""
+        """Figures of a record, from the figures of its update."""
         return values
 
     def details(self) -> Mapping[str, Any]:
