@@ -102,7 +102,9 @@ class Transform:
 
 
 def in_order(transforms: Sequence[Transform]) -> list[Transform]:
-    """Sort by phase. Raises UserError for a class that is no transform, an unknown phase, or two transforms with one name (of a state)."""
+    """Sort by phase. Raises UserError for a class that is no transform, an unknown phase, two transforms with one name (of a state), and a
+    state that only `write` could update without `by_parameter`.
+    """
     names, phases = [getattr(one, "name", None) for one in transforms], list(PHASES)
     for one, name in zip(transforms, names, strict=True):
         kind = type(one).__name__
@@ -114,4 +116,10 @@ def in_order(transforms: Sequence[Transform]) -> list[Transform]:
             raise UserError(f"{kind}.phase = {phase!r} is no phase of an update: use one of {', '.join(phases)}.")
         if names.count(name) > 1:
             raise UserError(f"{kind}.name = {name!r} is the name of another transform, too: rename one of them.")
+        own = {hook for hook in ("first", "write", "reduce", "judge") if getattr(type(one), hook) is not getattr(Transform, hook)}
+        if own == {"first", "write"} and not one.by_parameter:
+            raise UserError(
+                f"{kind}.by_parameter = False, so the state that {kind}.write returns is dropped, and no other hook changes it: "
+                "say by_parameter = True, or make the state in `reduce` or `judge`."
+            )
     return sorted(transforms, key=lambda one: phases.index(one.phase))

@@ -269,9 +269,14 @@ def test_configs_load_nothing_heavy(module):
 
 
 @pytest.mark.parametrize(
-    ("named", "message"), [(("phase", "last"), "'last' is no phase of an update"), (("name", "ema"), "'ema' is the name of")]
+    ("named", "message"),
+    [
+        (("phase", "last"), "'last' is no phase of an update"),
+        (("name", "ema"), "'ema' is the name of"),
+        (("by_parameter", False), "StochasticAverage.by_parameter = False, so the state that StochasticAverage.write returns is dropped"),
+    ],
 )
-def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
+def test_transforms_that_could_not_work_are_refused(average, monkeypatch, named, message):
     monkeypatch.setattr(StochasticAverage, *named)
     with pytest.raises(UserError, match=message):
         _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
