@@ -67,7 +67,7 @@ def test_maxlm_config_shows_one_line_a_setting(tmp_path, name):
     file = tmp_path / f"{name.replace('/', '')}.yml"
     file.write_text(CONFIG)
     loaded = load(str(file), [f"run.dir={json.dumps(name)}"])
-    text = show.as_text(lambda config: {}, loaded)
+    text = show.as_text(lambda model, seq_len, tokens: {}, loaded)
     assert all(char.isprintable() or char == "\n" for char in text), text
     assert all(re.match(r"[a-z_.0-9]+ ", line) for line in text.splitlines()), text
 

@@ -13,7 +13,7 @@ WRONG_INPUT = {"UserError", "ConfigError", "CheckpointError", "RowError", "Damag
 MEANT = {  # handler -> why each OSError there is of the input, or of a process that this program has started
     "maxlm/cost/verify.py": "the compiler's process has ended",
     "maxlm/data/rendering.py": "the process of the chat template has ended, at its own limits",
-    "maxlm/run/open_run.py": "a port, at the first start of a run; later ones go on without it",
+    "maxlm/telemetry/prometheus.py": "a port, at the first start of a run; later ones go on without it",
     "maxlm/telemetry/report/live.py": "a port, on the command line",
 }
 

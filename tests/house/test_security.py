@@ -114,7 +114,7 @@ def unquoted(nodes: Iterable[ast.AST]) -> list[str]:
             for match in COMMAND.finditer(text):
                 first = text[: match.start(1)].count("\0")
                 printed = map(ast.unparse, values[first : first + match[1].count("\0")])
-                found += [value for value in printed if not value.startswith("shlex.") and value != "typed"]
+                found += [value for value in printed if not value.startswith(("shlex.", "shell_command(")) and value != "typed"]
     return found
 
 
