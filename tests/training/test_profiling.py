@@ -151,7 +151,7 @@ def test_a_wait_for_pages_is_no_hang(run, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_profiled_is_compiled_so_that_gpus_name_every_operation(monkeypatch):
-    monkeypatch.setattr("maxlm.training.program.chip_of", lambda kind: chip_named("h200"))
+    monkeypatch.setattr("maxlm.hardware.xla_flags.chip_of", lambda kind: chip_named("h200"))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     plain, profiled = (tiny_program(1, **sections).compiler_options for sections in ({}, {"run": {"profile": {"at": [2]}}}))
     assert profiled == {**plain, **TRACED} and not plain.keys() & TRACED.keys()
