@@ -22,6 +22,7 @@ from maxlm.training.start_from import branch_off, check_same_branch, fingerprint
 
 EVERY, OFF = 2, 4
 STABLE = {"schedule": "constant"}
+_steps = {}  # the update of each config, but for where it branches off
 LEFT_OUT = (1, 5)  # batches, of which one lies before the branch and one after it
 
 
@@ -45,6 +46,10 @@ def run(folder, devices=1, leave_out=LEFT_OUT, **sections):
     checkpoint = {"every_steps": EVERY, "keep": 9}
     program = tiny_program(devices, checkpoint=checkpoint, **sections)
     config, branch = program.config, program.config.train.branch_from
+    alike = repr(config.model_copy(update={"train": config.train.model_copy(update={"branch_from": None})}))
+    if alike not in _steps:
+        _steps[alike] = program.step
+    program.__dict__["step"] = _steps[alike]  # traced once: `branch_from` changes nothing in it
     folder.mkdir(exist_ok=True)
     (folder / "config.yml").write_text(dump(config))
     named = identity(config, "t")

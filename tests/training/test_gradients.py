@@ -31,7 +31,9 @@ def program_of(mesh, compute, **sections):
 @pytest.mark.parametrize(
     ("case", "compute"),
     [
-        pytest.param(case, compute, marks=[pytest.mark.soak] if case == "zero 1" or (compute == "float32" and case != "zero 2") else [])
+        pytest.param(
+            case, compute, marks=[pytest.mark.soak] if case in ("zero 1", "stages") or (compute == "float32" and case != "zero 2") else []
+        )
         for case in BY_HAND
         for compute in ("bfloat16", "float32")
     ],

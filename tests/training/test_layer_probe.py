@@ -90,7 +90,7 @@ def test_a_layout_changes_nothing(alone, mesh):
 
 LATENT = {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}, "n_kv_heads": 8}
 EXPERTS = {"n_layers": 3, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1}, **LATENT}
-WINDOWS = {"n_layers": 5, "layer_pattern": ["local", "local", "global"], "window": 4, "softcap": {"attention": 20.0}}
+WINDOWS = {"n_layers": 3, "layer_pattern": ["local", "global"], "window": 4, "softcap": {"attention": 20.0}}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import copy_of, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import copy_of, drawn_on, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -35,9 +35,9 @@ def save(folder, program, state):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """(folder, parameters, loss on the fourth batch) of a model after three steps."""
+    """(folder, parameters, loss on the fourth batch) of a model with other parameters than a run would draw."""
     program = plain_program()
-    state, _ = run_steps(program, 3)
+    state = program.begin_with(drawn_on(program), {})
     folder = tmp_path_factory.mktemp("source") / "run"
     save(folder, program, state)
     params = jax.device_get(state.params)

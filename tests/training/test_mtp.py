@@ -22,6 +22,8 @@ SECTIONS = {
     "train": {"microbatches": 2},
 }
 
+DENSE = {"model": {"n_layers": 1, "mtp": {"depth": 2}}}  # where the kind of feed-forward changes nothing
+
 
 def test_what_is_read_and_what_comes_next():
     batch = tiny_batch()
@@ -51,7 +53,7 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
 
 def test_the_figure_is_a_mean_over_its_own_tokens():
     """Of documents of 8 tokens 7 count, and further ahead 6 and 5: an untrained model knows none of them, as it says."""
-    config = tiny_config(**SECTIONS)
+    config = tiny_config(**DENSE)
     objective, params, model_state = build_objective(config), drawn_parameters(config.model), init_model_state(config.model, 0)
     batch, places = tiny_batch(), np.arange(SEQ_LEN)
     batch = batch._replace(
@@ -69,7 +71,7 @@ def test_the_figure_is_a_mean_over_its_own_tokens():
 
 def test_modules_read_hidden_states_after_or_before_a_norm():
     """After it: what a module before it reads is the same, were it given the normed ones. By a scale that no other norm undoes."""
-    config = tiny_config(**SECTIONS).model
+    config = tiny_config(**DENSE).model
     params = drawn_parameters(config)
     params["final_norm"]["scale_D"] = jnp.linspace(0.2, 3, config.d_model)
     x_BSD = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, config.d_model)), jnp.float32)
@@ -90,7 +92,7 @@ def test_modules_read_hidden_states_after_or_before_a_norm():
 
 def test_nothing_later_is_read():
     """Depth k predicts token i + k + 1 from tokens up to i + k."""
-    config = tiny_config(**SECTIONS)
+    config = tiny_config(**DENSE)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     batch = batch._replace(segment_ids_BS=jnp.ones_like(batch.segment_ids_BS), weights_BS=jnp.ones_like(batch.weights_BS))
     model = bind(config.model, drawn_parameters(config.model), init_model_state(config.model, 0))

@@ -44,8 +44,8 @@ OWN = {
 }
 SMALL = {"schedule_free": {"second_moment": "bfloat16"}}  # what else it keeps is no moment
 LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
-# With `stage` once a week: adamw is elementwise as well, muon reads matrices as soap does
-SLOW = ("ademamix", "lion", "schedule_free", "soap")
+# In the suite, the others in the soaks: adamw is elementwise as they are, and with `stage` muon reads matrices as soap does
+OFTEN = {"tensor": ("adafactor", "adamw", "muon", "soap"), "stage": ("muon",)}
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
@@ -303,7 +303,7 @@ def test_soap_does_not_depend_on_rounding_where_covariances_have_a_null_space():
             name,
             sizes,
             id=f"{name}-" + "-".join(f"{axis}{n}" for axis, n in sizes.items()),
-            marks=[pytest.mark.soak] if "stage" in sizes and name in SLOW else [],
+            marks=[] if any(name in OFTEN.get(axis, ()) for axis in sizes) else [pytest.mark.soak],
         )
         for name in sorted(RULES)
         for sizes in LAYOUTS
