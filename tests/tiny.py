@@ -60,7 +60,7 @@ def tiny_batch(seed: int = 0) -> Batch:
 def first_state(program: Program) -> TrainState:
     """`program.init()`, drawn once a model for all meshes and settings: its compilation takes a third of the time of a small program.
 
-    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix`.
+    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and the soak of `test_matrix`.
     """
     if not program.placement.on_device:
         return _from_weights(program)

@@ -55,6 +55,7 @@ def without_settings(text: str) -> str:
     return re.sub(r", backend_config=.*", "", text)
 
 
+@pytest.mark.soak
 @needs_libtpu
 def test_the_schedule_is_that_of_the_machine_code(tmp_path, monkeypatch):
     config = load("tiny").config

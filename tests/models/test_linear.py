@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import drawn_parameters, tiny_program
+from tiny import drawn_parameters, gradients_of, tiny_program
 
 from maxlm import kernels
 from maxlm.config.schema import ModelConfig
@@ -88,7 +88,9 @@ def test_every_matmul_is_traced_with_the_precision_of_the_config(stages, monkeyp
 
     monkeypatch.setattr(Block, "__call__", recorded)
     program = tiny_program(stages, mesh={"stage": stages, "fsdp": 1}, train={"microbatches": stages})
-    program.lower()
+    state = program.abstract_state
+    with jax.set_mesh(program.mesh):
+        jax.eval_shape(gradients_of(program), state.params, state.model_state, program.abstract_batch)
     assert {settings.compute for settings in seen} == {"float32"}, "bfloat16 is the default"
 
 

@@ -99,7 +99,6 @@ LAYOUTS = {
     "context": ({"context": 2, "fsdp": 2}, {}),
     "zero 2": ({"fsdp": 4}, {"mesh": {"zero": 2}}),
 }
-SOAKED = ("stages", "data, once an update", "context", "zero 2")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,8 @@ def plain(alone):
     return [float(metrics.loss) for metrics in run_steps(alone, 3)[1]]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in LAYOUTS])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_have_the_same_losses(layout, plain):
     """Up to what int8 leaves open: parts of the mesh have scales of their own."""
     mesh, sections = LAYOUTS[layout]

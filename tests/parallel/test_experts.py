@@ -27,8 +27,9 @@ def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n
     return jax.lax.scan(one, jnp.zeros_like(x_BSD), jnp.arange(n_experts))[0]
 
 
-def program_on(mesh, **model):
-    return tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **SECTIONS, model={"n_layers": 4, "moe": MOE, **model})
+def program_on(mesh, sections=SECTIONS, **model):
+    devices = math.prod(size for axis, size in mesh.items() if axis != "context_attention")
+    return tiny_program(devices, mesh={"fsdp": 1, **mesh}, **sections, model={"n_layers": 4, "moe": MOE, **model})
 
 
 def steps(mesh, **model):
@@ -93,9 +94,12 @@ def test_a_layout_equals_a_loop_over_experts():
     """With a router that drops tokens and draws noise; in zigzag order, too: room is by the place in the sequence."""
 
     def compute(mesh):
-        return sums_and_gradients(program_on(mesh, moe={**MOE, "router": ROUTERS["capacity and jitter"]}))
+        return sums_and_gradients(program_on(mesh, {}, moe={**MOE, "router": ROUTERS["capacity and jitter"]}))
 
-    (sums, gradients), (wanted_sums, wanted) = compute({"expert": 2, "context": 2, "tensor": 2}), in_a_loop(compute)
+    (sums, gradients), (wanted_sums, wanted) = (
+        compute({"expert": 2, "context": 2, "tensor": 2, "context_attention": "gather"}),
+        in_a_loop(compute),
+    )
     assert wanted_sums.routing.dropped.sum() > 0
     for (path, other), mine in zip(jax.tree_util.tree_flatten_with_path(wanted_sums)[0], jax.tree.leaves(sums), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5 if mine.dtype == np.float32 else 0, err_msg=jax.tree_util.keystr(path))

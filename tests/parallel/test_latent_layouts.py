@@ -10,8 +10,10 @@ from tiny import sums_and_gradients, tiny_program
 
 # Of the batch's documents some are within the original length, others beyond it.
 LONG = {"kind": "longrope", "factor": 4, "short_factor": (1.0, 1.5), "long_factor": (1.0, 4.0), "original_seq_len": 14}
+LATENT = {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True}
 MODELS = {
-    "latent": {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True},
+    "latent, window": {**LATENT, "layer_pattern": ("local",), "window": 9, "activation": "swiglu_clamped"},
+    "latent": LATENT,
     "gpt_oss": {"layer_pattern": ("local",), "window": 9, "activation": "swiglu_clamped", "bias": "all", "sinks": True},
     "phi": {
         "rope": {"share": 0.5, "scaling": LONG},
@@ -21,6 +23,7 @@ MODELS = {
     },
 }
 LAYOUTS = {
+    "latent, window": ({"context": 2, "tensor": 2, "context_attention": "ring"},),
     "latent": (
         {"fsdp": 2, "tensor": 2},
         {"fsdp": 2, "tensor": 2, "stage": 2},
@@ -34,10 +37,10 @@ LAYOUTS = {
         {"context": 4, "context_attention": "ulysses"},
     ),
 }
-CASES = [  # the suite has the first of the first two
-    pytest.param(name, mesh, marks=[pytest.mark.soak] if n or name == "phi" else [])
+CASES = [  # the suite has the first, which has most of the others
+    pytest.param(name, mesh, marks=[] if name == "latent, window" else [pytest.mark.soak])
     for name, meshes in LAYOUTS.items()
-    for n, mesh in enumerate(meshes)
+    for mesh in meshes
 ]
 
 

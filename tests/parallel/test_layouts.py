@@ -36,7 +36,7 @@ def reference():
     return jax.device_get(state), metrics
 
 
-SLOW = {"fsdp", "tensor", "data_fsdp", "fsdp_tensor"}  # all three axes together; `fsdp` and `tensor` in test_zero.py
+SLOW = LAYOUTS.keys() - {"data_fsdp_tensor"}  # each axis in test_zero.py, too
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
@@ -133,6 +133,7 @@ def test_one_device_says_nothing():
     assert not collectives(program_on(None).step.as_text())
 
 
+@pytest.mark.soak
 def test_pure_data_parallelism_reduces_gradients_only():
     """No activation travels: every all-reduce is of the size of parameters (fused ones are tuples) or a scalar."""
     program = program_on("data")

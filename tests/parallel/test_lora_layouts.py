@@ -53,7 +53,7 @@ def reference(model):
     return gradients(model, {"fsdp": 1}, {})
 
 
-# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_matrix.py, `expert` in test_experts.py
+# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_stages.py, `expert` in test_experts.py
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "fsdp x tensor" else [pytest.mark.soak]) for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(layout):
     model, mesh, sections = LAYOUTS[layout]

@@ -17,12 +17,6 @@ LAYOUTS = (
     *({first: 4, second: 2} for first, second in itertools.combinations(SIZES, 2)),
     *(dict.fromkeys(axes, 2) for axes in TRIPLES),
 )
-SHORT = (
-    pytest.param({"tensor": 4, "context": 2}, marks=pytest.mark.soak),  # test_context.py has both with fsdp as well
-    pytest.param({"context": 4, "stage": 2}, marks=pytest.mark.soak),  # below with data as well
-    pytest.param({"fsdp": 2, "tensor": 2, "stage": 2}, marks=pytest.mark.soak),  # gradients in test_stages.py
-    {"data": 2, "context": 2, "stage": 2},
-)
 STEPS = 3
 METRICS = ("loss", "z", "grad_norm", "lr")
 
@@ -62,11 +56,6 @@ def check(found, apart):
 
 def name_of(mesh):
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-
-
-@pytest.mark.parametrize("mesh", SHORT, ids=name_of)
-def test_a_layout_that_no_other_test_has(mesh, reference):
-    check(*errors(mesh, reference))
 
 
 @pytest.mark.soak

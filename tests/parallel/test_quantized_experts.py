@@ -98,7 +98,7 @@ def test_a_mesh_changes_no_more_than_rounding(mesh):
     [
         pytest.param(QuantizedConfig(format="int8", scaling="tensor"), marks=pytest.mark.soak),
         QuantizedConfig(format="fp8", scaling="tile", tile=16),
-        QuantizedConfig(format="int8", hadamard=16, stochastic_rounding=True),
+        pytest.param(QuantizedConfig(format="int8", hadamard=16, stochastic_rounding=True), marks=pytest.mark.soak),
         QuantizedConfig(format="int4", weights_only=True),
     ],
     ids=["tensor", "tile", "hadamard", "weights only"],
@@ -144,7 +144,7 @@ IN_INT8, IN_FP8 = DispatchConfig(format="int8"), DispatchConfig(format="fp8", gr
         pytest.param(SENT, IN_INT8, id="sent-int8"),
         pytest.param(SENT, IN_FP8, id="sent-fp8", marks=pytest.mark.soak),
         pytest.param(GATHERED, IN_INT8, id="gathered-int8", marks=pytest.mark.soak),
-        pytest.param(GATHERED, IN_FP8, id="gathered-fp8"),
+        pytest.param(GATHERED, IN_FP8, id="gathered-fp8", marks=pytest.mark.soak),
     ],
 )
 def test_rows_that_travel_in_8_bits_are_near_the_exact_ones(mesh, dispatch):

@@ -80,7 +80,7 @@ def program_of(name):
 
 
 def test_sums_and_gradients_of_a_pattern_equal_one_device():
-    """Stages do not divide it, and embeddings are tied; with `fsdp` and `tensor`. Whole steps with `data` and `context`: test_matrix.py."""
+    """Stages do not divide it, and embeddings are tied; with `fsdp` and `tensor`. Whole steps: the soak of test_matrix.py."""
     mesh = {"stage": 2, "fsdp": 2, "tensor": 2}
     programs = tiny_program(8, model=PATTERN, mesh=mesh, train={"microbatches": 2}), tiny_program(1, model=PATTERN)
     (sums, gradients), (wanted_sums, wanted) = map(sums_and_gradients, programs)
@@ -114,6 +114,7 @@ def test_matrices_rest_on_every_device_alike(layout):
             assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * split == leaf.size, jax.tree_util.keystr(path)
 
 
+@pytest.mark.soak
 def test_stages_exchange_activations_and_nothing_else_but_the_dealing_out():
     """With nothing but stages: in the loop of ticks no collective is larger than the hidden states of a microbatch; outside it all-to-alls
     carry the layers out and their gradients back.
@@ -267,6 +268,7 @@ def test_nan_in_padding_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, plain, other)
 
 
+@pytest.mark.soak
 def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
     """Compiled temporaries: the same for 8 and 32 microbatches of the same size; gpipe keeps all 32."""
 
