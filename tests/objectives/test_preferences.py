@@ -129,7 +129,7 @@ def test_the_reference_against_itself_is_ln_2(one_device):
 
 
 LAYOUTS = {
-    "fsdp x context": ({"fsdp": 2, "context": 2}, {"train": {**DPO["train"], "microbatches": 2}}),
+    "fsdp x context x tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"train": {**DPO["train"], "microbatches": 2}}),
     "stage": ({"stage": 2}, {"train": {**DPO["train"], "microbatches": 2}}),
 }
 
