@@ -37,7 +37,7 @@ from maxlm.training.saving import not_finite, prepare_saves
 from maxlm.training.session import Outcome, Session
 from maxlm.training.step import Metrics, TrainState, keep_if
 
-EVERY, KEEP, TOTAL = 5, 2, 60
+EVERY, KEEP, TOTAL = 5, 2, 45
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
 
 

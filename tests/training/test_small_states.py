@@ -1,6 +1,7 @@
 """The optimizer's state in fewer bytes: the same on every mesh, in checkpoints bit for bit, and training that goes as with float32."""
 
 import math
+import re
 from functools import partial
 
 import jax
@@ -11,7 +12,6 @@ import pytest
 from tiny import copy_of, drawn_parameters, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
@@ -111,10 +111,11 @@ def test_each_format_has_a_rounding_of_its_own(moments, default):
 
 
 def text_of(**sections):
-    """The update of the optimizer alone, lowered."""
+    """The update of the optimizer alone, traced, without the addresses of functions."""
     program = tiny_program(1, **sections)
     params = abstract_parameters(program.config.model)
-    return jax.jit(program.optimizer.update).lower(params, jax.eval_shape(program.optimizer.init, params), params).as_text()
+    traced = jax.make_jaxpr(program.optimizer.update)(params, jax.eval_shape(program.optimizer.init, params), params)
+    return re.sub("0x[0-9a-f]+", "", str(traced))
 
 
 def test_masters_of_24_bits_are_rounded_by_chance_beside_int8_moments():
@@ -251,6 +252,10 @@ def test_masters_in_two_halves_are_the_float32_masters():
     assert (asked[0]["embedding_VD"], asked[1]["embedding_VD"], asked[1]["final_norm.scale_D"]) == ("float32", "bfloat16", "float32")
 
 
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((one, other)))
+
+
 @pytest.fixture(scope="module")
 def saved(small, tmp_path_factory):
     program, state, _ = small
@@ -270,10 +275,10 @@ def test_resume_is_bitwise_and_on_another_mesh_the_state_is_the_same(small, save
     batch = jax.device_put(tiny_batch(STEPS), program.batch_sharding)
     with jax.set_mesh(program.mesh):
         straight, resumed = (program.step(copy_of(one), batch) for one in (state, restored))
-    assert digest(straight[0]) == digest(resumed[0])
+    equal(straight[0], resumed[0])
     other = tiny_program(2, **{**program.config.model_dump(exclude_none=True), "mesh": {"fsdp": 1, "tensor": 2}})
     moved = checkpoints.restore(other.abstract_state).state
-    assert digest(moved) == digest(state)
+    equal(moved, state)
     assert moved.opt_state[0].inner.mu["embedding_VD"].sharding == other.state_shardings.params["embedding_VD"]
     with pytest.raises(Exception, match=r"optimizer\.state\.moments is int8 there and not set here"):
         Checkpoints(saved / "checkpoints", program.config.checkpoint, identity(tiny_config(), "")).restore(other.abstract_state)

@@ -18,7 +18,7 @@ from maxlm.training.spike_guard import SpikeGuard, Window, empty_window, judge, 
 from maxlm.training.step import TrainState
 
 SKIP = HealthConfig(spike="skip", spike_steps=4)
-MESH = {"fsdp": 2, "tensor": 2}
+MESH = {"fsdp": 1, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_update_after_which_workers_meet_for_the_last_time_is_let_through(se
 
 @pytest.fixture(scope="module")
 def program():
-    return tiny_program(4, mesh=MESH, health={"spike": "skip", "layers": "warn", "spreads": 4.0}, train={"steps": 100})
+    return tiny_program(2, mesh=MESH, health={"spike": "skip", "layers": "warn", "spreads": 4.0}, train={"steps": 100})
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import first_state, gradients_of, tiny_batch, tiny_program
+from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_program
 
 from maxlm.config.schema import MemoryConfig
 from maxlm.models.decoder import rematerialise
@@ -24,7 +24,9 @@ def unrolled(**sections):
 @pytest.mark.parametrize(
     ("mesh", "sections"),
     [
-        pytest.param({"fsdp": 2}, {"model": PATTERN, "memory": {"remat": ["attention"]}}, id="a pattern with runs of layers"),
+        pytest.param(
+            {"fsdp": 2}, {"model": PATTERN, "memory": {"remat": ["attention"]}}, id="a pattern with runs of layers", marks=pytest.mark.soak
+        ),
         pytest.param({"fsdp": 1}, {"model": EXPERTS, **INT8}, id="experts, quantized", marks=pytest.mark.soak),
         pytest.param({"fsdp": 1, "stage": 2}, {"train": {"microbatches": 2}}, id="stages", marks=pytest.mark.soak),
     ],
@@ -52,15 +54,18 @@ def of_loss(program, params, model_state, batch):
     return sums.added["loss"], optax.tree.norm(gradient)
 
 
-def test_there_is_no_loop_over_layers():
-    found = {}
+def test_there_is_no_loop_over_layers_and_the_update_is_the_same():
+    found, metrics = {}, []
     for given in ({}, unrolled()):
         program = tiny_program(1, **given)
         names = [name for name in re.findall(r" dot\(.*op_name=\"([^\"]*)", program.step.as_text()) if "/attn/" in name]
         unroll, layers = program.config.memory.unroll, program.config.model.n_layers
         assert all(("while" in name) != unroll for name in names)
         found[unroll] = len(names) if unroll else layers * len(names)
+        metrics += run_steps(program, 1)[1]
     assert found[True] == found[False] > 0, "what is recomputed with the loop is recomputed without"
+    np.testing.assert_allclose(metrics[1].loss, metrics[0].loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics[1].grad_norm, metrics[0].grad_norm, rtol=1e-4)
 
 
 @pytest.mark.parametrize("unroll", [False, True])
