@@ -143,7 +143,7 @@ def alone():
     return of
 
 
-SLOW = {"context 8", "context 4, data 2", "gather", "windows"}  # others have as much and more; windows: test_latent_layouts.py
+SLOW = LAYOUTS.keys() - {"context 2, fsdp 2, tensor 2"}  # ulysses and gather: of attention alone, above; windows: test_latent_layouts.py
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

@@ -37,6 +37,7 @@ LAYOUTS = {
         {"context": 4, "context_attention": "ulysses"},
     ),
 }
+SECTIONS = {"train": {"microbatches": 2}, "memory": {"remat": "none"}}
 CASES = [  # the suite has the first, which has most of the others
     pytest.param(name, mesh, marks=[] if name == "latent, window" else [pytest.mark.soak])
     for name, meshes in LAYOUTS.items()
@@ -46,7 +47,7 @@ CASES = [  # the suite has the first, which has most of the others
 
 def loss_and_gradients(name, mesh):
     sizes = [size for axis, size in mesh.items() if axis != "context_attention"]
-    return sums_and_gradients(tiny_program(math.prod(sizes), mesh={"fsdp": 1, **mesh}, model=MODELS[name], train={"microbatches": 2}))
+    return sums_and_gradients(tiny_program(math.prod(sizes), mesh={"fsdp": 1, **mesh}, model=MODELS[name], **SECTIONS))
 
 
 reference = cache(partial(loss_and_gradients, mesh={}))
