@@ -140,9 +140,6 @@ def _bias(query_at: Sequence[jax.Array], key_at: At, prefix_BT: jax.Array | None
     return jnp.where(seen_BST, 0.0, jnp.finfo(jnp.float32).min)
 
 
-# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim
-
-
 def attention_entropy(
     q_BSHK: Float[Array, "B S H K"],
     k_BTGK: Float[Array, "B T G K"],

@@ -62,7 +62,7 @@ def gpu_hbm_share(chip: Chip) -> float:
 
 
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
-EXPOSED = 0.08  # of the shorter of work and copies, what is not hidden by the longer
+EXPOSED = 0.08  # share of the shorter of work and copies that the longer does not hide
 
 
 @dataclass(frozen=True)

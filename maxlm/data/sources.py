@@ -124,7 +124,7 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata.
+    """Fields of a record. `text`: None for conversations, which are whole records; `content`: fields that are not metadata.
     `lenient`: records that are no JSON objects are left out and counted.
     """
 

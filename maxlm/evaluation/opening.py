@@ -1,4 +1,4 @@
-"""Open what is evaluated: a run, an imported model, or a Hugging Face folder; also as a scorer of texts for the perplexity filter."""
+"""Open a model to be evaluated: a run, an imported model, or a Hugging Face folder; also as a scorer of texts for the perplexity filter."""
 
 import json
 import math

@@ -81,7 +81,7 @@ class ScratchFile:
         self._pool = ThreadPoolExecutor(threads, "maxlm-nvme")
 
     def close(self) -> None:
-        """Wait for what is in flight, and free the space."""
+        """Wait for requests in flight, and free the space."""
         self._pool.shutdown()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
@@ -95,7 +95,7 @@ class ScratchFile:
         return self._requests(self._write, offset, view)
 
     def wait(self, requests: Sequence[Future[None]]) -> None:
-        """Wait for requests. Raises UnavailableError for one that failed: the next start makes a new file from the checkpoint."""
+        """Wait for requests. Raises UnavailableError for a failed request: the next start makes a new file from the checkpoint."""
         for request in requests:
             try:
                 request.result()

@@ -57,7 +57,7 @@ def search_all(model: Analytic, available: int, own: Layout | None = None, offer
 
 
 def _families(offered: Callable[[Saving], bool], savings: Sequence[Saving]) -> list[list[Saving]]:
-    """The `offered` savings: lists of those that differ in chunks of the loss alone, the largest chunks first."""
+    """Group the `offered` savings: savings of a list differ in chunks of the loss alone, the largest chunks first."""
     families: dict[object, list[Saving]] = {}
     for saving in filter(offered, savings):
         families.setdefault((saving.remat, saving.offload), []).append(saving)

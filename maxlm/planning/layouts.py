@@ -223,7 +223,7 @@ def periods(model: ModelConfig) -> int:
 
 @lru_cache
 def _savings(chunks: tuple[int, ...], layers_on_host: bool, gated: bool, staged: bool) -> tuple[Saving, ...]:
-    """What `savings` returns for these chunks of the loss; the stages of a pipeline offload nothing."""
+    """Savings with these chunks of the loss, the result of `savings`; the stages of a pipeline offload nothing."""
     kept = [one for one in _memory(layers_on_host, gated) if not (staged and one[1])]
     return tuple(Saving(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept))
 

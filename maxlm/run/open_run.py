@@ -152,7 +152,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
 
 
 def open_observers(context: RunContext) -> dict[str, Any]:
-    """What observers hold from the beginning, on the primary process. Raises UserError on all processes if one cannot open it."""
+    """Open the observers on the primary process: section -> its open state. Raises UserError on all processes if one cannot open it."""
     held, warn = dict[str, Any](), functools.partial(print_line, context.phases.console)
     found = list(implementations(context.config, "observers"))
 

@@ -17,8 +17,8 @@ class Opening:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "Opening | None":
-        """What a section asks for; None if it asks for nothing. Gets the section, and the settings that the parameters of the subclass
-        name (`table.build`).
+        """Build the part that a section asks for; None if it asks for nothing. Gets the section, and the settings that the parameters of
+        the subclass name (`table.build`).
         """
         raise NotImplementedError
 
@@ -40,7 +40,7 @@ class Opening:
 
 
 class FirstState(Opening):
-    """A first state from another run or model. `setting` names it, `reads` says in words what is read."""
+    """A first state from another run or model. `setting`: its name in a config; `reads`: its source, in words."""
 
     setting: str
     reads: str

@@ -38,11 +38,11 @@ class Reader:
         return ""
 
     def fault(self, metrics: Metrics) -> str:
-        """Description of what is not finite; "" if there is nothing."""
+        """Description of a figure that is not finite; "" if all are finite."""
         return ""
 
     def must_record(self, metrics: Metrics) -> bool:
-        """True if the update belongs on record though its step is not one that is logged."""
+        """True if the update needs a record though its step is not logged."""
         return False
 
     def record(self, values: Mapping[str, Any]) -> Mapping[str, Any]:

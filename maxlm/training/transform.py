@@ -91,7 +91,7 @@ class Transform:
     # Not a hook.
 
     def declared(self, figures: Mapping[str, Any], known: Collection[str] = ()) -> Mapping[str, Any]:
-        """`figures` as they are. Raises UserError for one that is neither `known` nor declared in `metrics`: no record would hold it."""
+        """Return `figures`. Raises UserError for a figure that is neither `known` nor declared in `metrics`: no record would hold it."""
         names = {name for metric in self.metrics for name in (metric.name, metric.per)}.union(known)
         if undeclared := [name for name in figures if name not in names]:
             raise UserError(

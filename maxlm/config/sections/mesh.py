@@ -1,4 +1,4 @@
-"""Sizes of the named mesh axes, and the one table of which mesh axes split each logical axis of a tensor."""
+"""Sizes of the named mesh axes, and the table of the mesh axes that split each logical axis of a tensor."""
 
 import math
 from collections.abc import Iterator, Mapping
