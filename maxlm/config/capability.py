@@ -123,6 +123,12 @@ def value_of(config: BaseModel, key: str) -> Any:
     return value
 
 
+def without(config: BaseModel, key: str) -> Any:
+    """A copy of `config` without the section of a dotted key."""
+    name, _, rest = key.partition(".")
+    return config.model_copy(update={name: without(getattr(config, name), rest) if rest else None})
+
+
 def load(place: str) -> Any:
     """Import an object from its place, "module:object"."""
     module, _, name = place.partition(":")

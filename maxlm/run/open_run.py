@@ -23,6 +23,7 @@ from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config, UserError
+from maxlm.config.capability import without
 from maxlm.config.loader import dump
 from maxlm.config.table import blamed, built_with_records, identity, implementations
 from maxlm.parallel import build_mesh
@@ -265,7 +266,7 @@ def _openings(context: RunContext, program: Program) -> tuple[RunContext, list[O
             if not context.cluster.absent or not one.full_mesh_rules:
                 raise
             context.phases.say(f"no {part.title} until all hosts are back ({error})")
-            config = config.model_copy(update={one.key: None})
+            config = without(config, one.key)
     return replace(context, config=config), parts
 
 

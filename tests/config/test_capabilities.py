@@ -19,7 +19,7 @@ import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.cli import app
 from maxlm.config import ConfigError, UserError, load, sections, table
-from maxlm.config.capability import Capability, load as load_object, value_of
+from maxlm.config.capability import Capability, load as load_object, value_of, without
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump, saved_text
 from maxlm.config.sections.mesh import AXES
@@ -170,6 +170,15 @@ def test_what_iterates_over_the_table_names_no_section(file):
     config = tiny_config()
     absent = {one.key for one in table.capabilities() if value_of(config, one.key) is None}
     assert {key for key in absent for one in read if f"{one}.".startswith(f"{key}.")} == set(BY_NAME[file])
+
+
+@pytest.mark.parametrize("key", ["train.noise_scale", "integrity"])
+def test_a_config_without_a_section_lacks_it_and_nothing_else(key):
+    config = load("runs/quickstart", ["train.noise_scale={}", "train.microbatches=2", "integrity={}"]).config
+    left = without(config, key)
+    assert value_of(config, key) is not None
+    keys = [one.key for one in table.capabilities()]
+    assert {name for name in keys if (value_of(config, name) is None) != (value_of(left, name) is None)} == {key}
 
 
 def test_a_registered_section_is_part_of_a_config(average):

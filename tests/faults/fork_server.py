@@ -28,7 +28,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("maxlm.cli", "maxlm.run.run", "maxlm.inference.text", "maxlm.inference.text", "optax", "jax.experimental.multihost_utils")
+PRELOADED = ("maxlm.cli", "maxlm.run.run", "maxlm.inference.text", "optax", "jax.experimental.multihost_utils")
 READ_ON_IMPORT = ("JAX_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_", "TPU_", "CUDA_", "GRPC_", "TF_", "LIBTPU_")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MOST_FDS = 16
