@@ -19,6 +19,7 @@ from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology, is_cpu, is_tpu
 from maxlm.hlo.parser import Module
+from maxlm.parallel.expert_rows import EVEN
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -83,6 +84,7 @@ class StepCost:
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
     formats: tuple[FormatCost, ...] = ()  # longest first
+    extra_round_s: float = 0.0  # one more round of rows in all loops of experts, of which no turn is counted
 
     @property
     def compute_s(self) -> float:
@@ -149,6 +151,7 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
         top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
         traffic=_traffic(spans),
         formats=_formats(timed, pricing),
+        extra_round_s=_extra_round_s(root, 1),
     )
 
 
@@ -168,6 +171,17 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
     yield segment, times
     for inner, turns, _ in segment.inner:
         yield from _segments(inner, times * turns)
+
+
+def _extra_round_s(segment: Segment, times: int) -> float:
+    """Seconds of one turn of all loops that take the rows of experts above an even load, `times` runs of `segment`."""
+    found = 0.0
+    for inner, turns, _ in segment.inner:
+        if turns:
+            found += _extra_round_s(inner, times * turns)
+        elif any(EVEN.search(item.op.where) for part, _ in _segments(inner, 1) for item in part.timed):
+            found += times * inner.seconds
+    return found
 
 
 def _costs(timed: list[tuple[Timed, int]], pricing: Pricing) -> list[OpCost]:

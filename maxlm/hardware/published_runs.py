@@ -24,7 +24,8 @@ class PublishedRun:
     """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
 
     `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled program. `waits`: for its host, by
-    the estimate, for more than a tenth of the step; such estimates err in copies that others lack, so no correction counts it.
+    the estimate, for more than a tenth of the step; such estimates err in copies that others lack, so no correction counts it. `mfu`: as
+    published, counted as ours; None where it is not known.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PublishedRun:
     experts: bool = False
     modelled: bool = False
     waits: bool = False
+    mfu: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -128,6 +130,12 @@ def correction(chip: Chip, format: MatmulFormat, *, experts: bool, runs: Sequenc
     basis, chosen = next((basis, some) for basis, some in choices if len(some) >= ENOUGH)
     ratios = tuple(sorted(run.ratio for run in chosen))
     return Correction(of, ratios, own, "" if basis == of else basis, all(run.modelled for run in chosen))
+
+
+def best_published(chip: Chip, format: MatmulFormat, runs: Sequence[PublishedRun] = RUNS) -> PublishedRun | None:
+    """The run of the highest MFU on `chip` with matmuls in `format`; None where no row has one."""
+    found = [run for run in runs if (run.chip, run.format) == (chip.name, PEAK_NAMES[format]) and run.mfu is not None]
+    return max(found, key=lambda run: run.mfu or 0.0, default=None)
 
 
 def _what(where: str, format: str, experts: bool) -> str:
