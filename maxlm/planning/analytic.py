@@ -204,11 +204,14 @@ class Analytic:
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
             return gpu_attention.seconds_a_token(model, self.config.data.seq_len, chip, not self.writes_scores, self.peak, self.hbm)
-        at = self.config.data.seq_len // parts, model.head_dim
-        ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
-        forward, backward = (chip.reached.our_attention if ours else None) or chip.reached.attention
-        work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)
-        return work_forward / forward / self.peak, work_backward / backward / self.peak
+        length = self.config.data.seq_len // parts
+        ours = not self.splash and any(not why_not(length, model.head_dim, kind, self.number) for kind in chip.device_kinds)
+        shares, met = chip.reached.our_attention if ours else chip.reached.attention, length * min(parts, 2)  # most chunks meet whole ones
+        forward_s = backward_s = 0.0
+        for left, (forward, backward) in model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip).items():
+            forward_s += forward / (shares.at(left * met, backward=False) * self.peak)
+            backward_s += backward / (shares.at(left * met, backward=True) * self.peak)
+        return forward_s, backward_s
 
     def recomputes(self, layout: Layout, matmul: Matmul) -> bool:
         """True if a matmul of a layer is recomputed, since its result was not kept."""
