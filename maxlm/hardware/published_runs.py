@@ -24,8 +24,8 @@ COVERAGE = 0.9  # share of the runs that lie inside the stated error when they a
 class PublishedRun:
     """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
 
-    `host_s`: seconds of the prediction in which the chip waits for its host as today's compiler schedules the copies; no run showed such
-    waits, and `ratio` is without them. `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled
+    `host_s`: seconds of the prediction in which the chip waits for its host as today's compiler schedules the copies, where the run was of an
+    older compiler that hid them (`host_hidden` in tools/truth_rows.yml): `ratio` is without them. `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled
     program. `mfu`: as published, causal attention counted half; None where the page of the run does not have what it takes to compute it.
     """
 
@@ -55,15 +55,6 @@ RUNS = tuple(PublishedRun(**row) for row in tomllib.loads(ROWS.read_text(encodin
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Seconds of a step that a correction lets one expect: nine of ten published runs lie between the corrected `low` and `high`."""
-
-    low: float
-    middle: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Correction:
     """Factor of the step time for estimates of one chip and format, and its error.
 
@@ -85,13 +76,6 @@ class Correction:
     def range(self) -> tuple[float, float]:
         """Factors at both ends of the error."""
         return self.middle * (1 - self.error), self.middle * (1 + self.error)
-
-    def expected(self, step_s: float, host_s: float = 0.0) -> Expected:
-        """Seconds of a step that is estimated at `step_s`, in `host_s` of which it waits for its host: the high end has that wait, since
-        today's compiler schedules it, the others do not, since no published run showed it.
-        """
-        low, high = self.range
-        return Expected(low * (step_s - host_s), self.middle * (step_s - host_s), high * (step_s - host_s) + host_s)
 
     @property
     def sentence(self) -> str:
