@@ -25,9 +25,9 @@ class PublishedRun:
     """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
 
     `host_s`: seconds of the prediction in which the chip waits for its host as today's compiler schedules the copies, where the run's own,
-    older compiler hid them (`host_hidden` in tools/truth_rows.yml); `ratio` is without them. `experts`: of a mixture of experts. `modelled`:
-    predicted by the analytic model, not from a compiled program. `mfu`: as published, causal attention counted half; None where the page of
-    the run does not have what it takes to compute it.
+    older compiler hid them (`host_hidden` in tools/truth_rows.yml); `ratio` is without them. `experts`: of a mixture of experts.
+    `modelled`: predicted by the analytic model, not from a compiled program. `mfu`: as published, causal attention counted half; None where
+    the page of the run does not have what it takes to compute it.
     """
 
     name: str
