@@ -56,6 +56,7 @@ class Row:
     model: str = ""
     note: str = ""
     lacks: str = ""
+    host_hidden: bool = False
     does_not_fit: str = ""
 
     @property

@@ -23,7 +23,6 @@ from maxlm.hlo.parser import PALLAS, Computation, Module, Op
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # calls in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
 _ROUNDING = re.compile(r"quantize_gated(_gradient)?")
-_GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
 _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
 _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of the name of our attention kernels for GPUs
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
@@ -115,8 +114,6 @@ class TpuPricing(_Pricing):
             share = self._attention_share(op, computation, sum(flops.values()))
         elif _GATED.search(name):
             share = efficiency.GATED_SHARES[is_backward(op.name)]
-        elif _GROUPED.search(name):
-            share = efficiency.GROUPED_SHARE
         elif _MATMUL.search(name):
             share = efficiency.MATMUL_SHARE
         return max(self.matmul_s(flops) / share, moved / self.hbm)
@@ -131,7 +128,7 @@ class TpuPricing(_Pricing):
 
 
 def _is_attention(op: Op) -> bool:
-    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
+    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not efficiency.LIBRARY.search(op.name)
 
 
 class GpuPricing(_Pricing):

@@ -109,6 +109,7 @@ class Reached:
     scheduled_matmul: tuple[float, float] = (0.9, 0.5)
     rounding_cycles: tuple[float, float] = (0.0, 0.0)
     group_edges: tuple[int, int] = (128, 300)
+    library_edges: tuple[int, int] = (512, 1000)
 
 
 @dataclass(frozen=True)
