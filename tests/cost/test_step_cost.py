@@ -269,6 +269,24 @@ def test_sparsecore_runs_beside_the_matmuls():
     assert any(row.exposed_s < row.seconds for row in offloaded)
 
 
+_CALLS = f'custom_call_target="{parser.SPARSE_CORE}", called_computations={{%called_computation.5}}'
+WRAPPER = f"""
+%wrapper () -> () {{
+  ROOT %wrapped = bf16[8,1024,1024]{{2,1,0}} custom-call(), {_CALLS}
+}}, execution_thread="sparsecore"
+"""
+
+
+def test_the_sparsecore_runs_what_libtpu_wraps_in_a_custom_call():
+    """libtpu 0.0.52 puts it between the start and the collective."""
+    text = (PROGRAMS / "sparsecore.hlo").read_text()
+    head, rest = text.split("\n", 1)
+    wrapped = f"{head}\n{WRAPPER}{rest.replace('to_apply=%called_computation.5', 'to_apply=%wrapper')}"
+    chip, sizes = CASES["sparsecore"]
+    before, after = (estimate(parser.read(program), CHIP[chip], sizes, ring(sizes)) for program in (text, wrapped))
+    assert wrapped.count("%wrapper") == 2 and before.traffic == after.traffic
+
+
 def test_offloading_goes_both_ways_and_is_exposed_where_nothing_hides_it():
     rows = price("offload").traffic
     assert [(row.link, row.count, row.bytes) for row in rows] == [("host", 6, 6 * 4096 * 2048 * 2)] * 2
