@@ -214,8 +214,8 @@ def bets(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def bet(name: str, scale: Scale, parameters: int, step_s: float) -> str:
     """The sentence of one recipe."""
     low, middle, high = map(duration, scale.expected_times(step_s).values())
-    (least, most), ratios = scale.correction.range, scale.correction.ratios
-    inside = f"{sum(least <= ratio <= most for ratio in ratios)} of {len(ratios)} published runs lie in such a range"
+    correction = scale.correction
+    inside = f"{correction.inside} of {correction.checked} published runs, each predicted from the others, lie in such a range"
     of_peak = "" if scale.peak_name == "bf16" else f" of {scale.peak_name}'s peak"
     what = f"`{name}`, {count(parameters)} on {scale.chips:,} {scale.chip.name} chips"
     mfu = f"{scale.mfu(scale.expected_s(step_s)):.0%} MFU**{of_peak}"

@@ -178,8 +178,7 @@ class _Turn:
             kernels = [inner for inner in computation.ops if inner.target == PALLAS]
             for kernel in kernels:  # which carries the collective
                 self._compute(kernel, computation)
-            stated = op.cycles is not None if self.replay.module.has_cycles else any(works(inner) for inner in computation.ops)
-            if kernels or not stated:
+            if kernels or not any(works(inner) for inner in computation.ops):
                 return  # it does nothing else
         self._compute(op, self.computation)
 
