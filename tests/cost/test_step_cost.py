@@ -319,6 +319,41 @@ def test_exposed_is_what_compute_between_start_and_done_does_not_cover(share):
     assert cost.total_s == pytest.approx(max(1.0, share) * seconds, abs=1e-9)
 
 
+ROWS = 8_000_000  # bytes of the rows, of a table of an eighth
+OFFLOADED = f"""HloModule offloaded, is_scheduled=true
+
+%gather () -> () {{{{
+  %table = bf16[1000,500]{{{{1,0}}}} parameter(0)
+  %indices = s32[8000]{{{{0}}}} parameter(1)
+  ROOT %rows = bf16[8000,500]{{{{1,0}}}} gather(%table, %indices), offset_dims={{{{1}}}}
+}}}}, execution_thread="sparsecore"
+
+%wrapper () -> () {{{{
+  ROOT %wrapped = bf16[8000,500]{{{{1,0}}}} custom-call(), custom_call_target="{parser.SPARSE_CORE}", called_computations={{{{%gather}}}}
+}}}}, execution_thread="sparsecore"
+
+ENTRY %main () -> () {{{{
+  %table = bf16[1000,500]{{{{1,0}}}} parameter(0)
+  %indices = s32[8000]{{{{0}}}} parameter(1)
+  %s = ((), (), s32[]) async-start(), async_execution_thread="sparsecore", calls=%wrapper
+  %before = u8[{{before}}]{{{{0}}}} iota(), iota_dimension=0
+  %u = ((), bf16[8000,500]{{{{1,0}}}}, s32[]) async-update(%s, %table, %indices)
+  %between = u8[{{between}}]{{{{0}}}} iota(), iota_dimension=0
+  ROOT %d = bf16[8000,500]{{{{1,0}}}} async-done(%u)
+}}}}
+"""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_rows_gathered_by_the_sparsecore_are_awaited_from_when_it_has_its_operands(share):
+    """Its start only prepares it; each row is read as often as it is gathered."""
+    seconds = (2 * ROWS + 4 * 8000) / (HBM_SHARE * CHIP["v5p"].hbm_bytes_per_s)
+    program = OFFLOADED.format(before=moved_in(3 * seconds, CHIP["v5p"]), between=moved_in(share * seconds, CHIP["v5p"]))
+    cost = estimate(parser.read(program), CHIP["v5p"], {}, {})
+    assert cost.memory_s == pytest.approx((3 + max(1.0, share)) * seconds, abs=1e-9)
+    assert cost.exposed_s == 0
+
+
 AHEAD = """HloModule ahead, is_scheduled=true
 
 %body () -> () {{
