@@ -114,9 +114,7 @@ def _sources(plan: Plan) -> str:
 
 
 def _compare_to_own(plan: Plan) -> str:
-    def expected(step_s: float) -> str:
-        return duration(plan.scale.expected_s(step_s))
-
+    expected = plan.scale.expected_s
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
@@ -124,12 +122,12 @@ def _compare_to_own(plan: Plan) -> str:
         mine = next((point for point in plan.points if point.layout == plan.own), None)
         if mine is None:
             return "your own settings do not fit, by estimate"
-        return "these are your own settings" if mine == plan.picked else f"your own settings: {expected(mine.step_s)}"
+        return "these are your own settings" if mine == plan.picked else f"your own settings: {duration(expected(mine.step_s))}"
     if own is None and plan.formats:
         return "your own settings were compiled in another format alone"
     if own is None or not own.verdict.fits:
         return "your own settings do not fit"
-    return "these are your own settings" if own is plan.chosen else f"your own settings: {expected(own.verdict.step_s)}"
+    return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(expected(own.verdict.step_s))}"
 
 
 def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sources: str) -> None:
