@@ -15,6 +15,7 @@ from maxlm.compiler.schedule import options_to_write, written
 
 ALONE = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 DEFAULTS = ("compile_topology_num_slices=1", "enable_checkpointing=false", "dataset_type=synthetic", "run_name=compare")
+CROSS_COMPILE = "--tokamax_cross_compile=true"  # else tokamax refuses its grouped matmuls for the CPU that it finds
 WHERE = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
 POLL_S = 0.2
 TAIL = 600  # characters of what it printed, where it fails
@@ -33,7 +34,8 @@ def schedule(python: Path, settings: Sequence[str], flags: Sequence[str], out: P
         kept, named = Path(folder), {setting.partition("=")[0] for setting in settings}
         more = (one for one in (*DEFAULTS, f"base_output_directory={kept}") if one.partition("=")[0] not in named)
         xla = " ".join((*flags, *(f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")))
-        command = [str(python), "-m", "maxtext.trainers.pre_train.train_compile", str(base), *settings, *more, f"compile_xla_flags={xla}"]
+        arguments = [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={xla}"]
+        command = [str(python), "-m", "maxtext.trainers.pre_train.train_compile", *arguments]
         with subprocess.Popen(command, env=_environment(), stdout=said, stderr=subprocess.STDOUT) as process:
             try:
                 while not (found := _whole(kept / "xla")) and process.poll() is None:
