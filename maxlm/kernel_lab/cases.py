@@ -33,6 +33,7 @@ from maxlm.kernels.matmul import tpu as gated
 from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 from maxlm.kernels.quantize import gated_tpu
+from maxlm.kernels.quantize.tpu import FLOAT8
 
 DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn"}  # of operands, by implementation; others are in bfloat16
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
@@ -372,8 +373,12 @@ def _xla_backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_M
 
 
 def quantize_gated_cases(shape: MlpShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
-    """Hidden units in int8; and from their gradient them again and the gradients of gate and up. No FLOPs of the matrix unit."""
-    form, inside, columns = Quantization(jnp.dtype(jnp.int8), 127.0, 2.0**-100), (1, shape.rows, shape.d_ff), (shape.d_ff,)
+    """Hidden units in int8, or in e4m3 on chips that convert to it; and from their gradient them again and the gradients of gate and up.
+
+    No FLOPs of the matrix unit.
+    """
+    in_e4m3, inside, columns = device_kind in FLOAT8, (1, shape.rows, shape.d_ff), (shape.d_ff,)
+    form = Quantization(jnp.dtype(DTYPES["e4m3" if in_e4m3 else "int8"]), 448.0 if in_e4m3 else 127.0, 2.0**-100)
 
     def forward(gate: jax.Array, up: jax.Array) -> Any:
         return gated_rows(gate, up, form, implementation=implementation)

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
