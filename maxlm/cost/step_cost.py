@@ -18,6 +18,7 @@ from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology, is_cpu, is_tpu
 from maxlm.hlo.parser import Module
+from maxlm.parallel.expert_rows import EVEN
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -83,6 +84,7 @@ class StepCost:
     traffic: tuple[Traffic, ...]  # longest first
     formats: tuple[FormatCost, ...] = ()  # longest first
     xla_s: float | None = None  # what XLA's own cycles say of all but kernels and communication; None without machine code, and of GPUs
+    extra_round_s: float = 0.0  # one more round of rows in all loops of experts, of which no turn is counted
 
     @property
     def compute_s(self) -> float:
@@ -150,6 +152,7 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
         traffic=_traffic(spans),
         formats=_formats(timed, pricing),
         xla_s=module.cycles(module.entry) / network.chip.clock_hz if module.has_cycles and network.chip.clock_hz else None,
+        extra_round_s=_extra_round_s(root, 1),
     )
 
 
@@ -169,6 +172,17 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
     yield segment, times
     for inner, turns, _ in segment.inner:
         yield from _segments(inner, times * turns)
+
+
+def _extra_round_s(segment: Segment, times: int) -> float:
+    """Seconds of one turn of all loops that take the rows of experts above an even load, `times` runs of `segment`."""
+    found = 0.0
+    for inner, turns, _ in segment.inner:
+        if turns:
+            found += _extra_round_s(inner, times * turns)
+        elif any(EVEN.search(item.op.where) for part, _ in _segments(inner, 1) for item in part.timed):
+            found += times * inner.seconds
+    return found
 
 
 def _costs(timed: list[tuple[Timed, int]], pricing: Pricing) -> list[OpCost]:
