@@ -497,6 +497,9 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     assert flops("splash_mha_dkv", f"({shape}, {shape}, {shape})") == 5 * pairs
     assert flops("splash_fwd", shape, turned) == 2 * pairs
     assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs
+    narrow, wide = (shape.replace("128", str(dim)) for dim in (64, 192))
+    assert flops("splash_fwd", narrow, narrow) == 2 * pairs, "half of the lanes are idle"
+    assert flops("splash_mha_dkv", f"({wide}, {wide}, {wide})", wide) == 5 * 2 * pairs
 
 
 def test_the_mask_of_an_attention_kernel_is_no_operand_of_its_matmuls():
@@ -535,6 +538,23 @@ def test_attention_is_priced_at_the_length_that_a_query_meets(name, keys, length
     charged = causal if name == "causal" else stated
     assert cost.attention_flops == pytest.approx(charged)
     assert cost.attention_s == pytest.approx(charged / (0.8 / (1 + 1000 / length) * chip.peak_bf16_flops))
+
+
+def test_a_product_that_uses_each_number_once_is_charged_its_bytes():
+    """`BKE,BK->BE` with 4 rows a token: padded to the matrix unit it would take 64 times as long as its bytes."""
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main () -> bf16[512,2880,1] {
+  %rows = bf16[512,2880,4]{2,1,0} parameter(0)
+  %weights = bf16[512,4,1]{2,1,0} parameter(1)
+  ROOT %sum = bf16[512,2880,1]{2,1,0} convolution(%rows, %weights), window={size=512 stride=511 lhs_dilate=512}, dim_labels=0bf_0io->0bf
+}
+"""
+    chip = chip_named("tpu7x")
+    cost = estimate(parser.read(text), chip, {}, {})
+    moved = 2 * (512 * 4 * 2880 + 512 * 4 + 512 * 2880)
+    assert cost.matmul_flops == 2 * 512 * 4 * 2880
+    assert cost.total_s == pytest.approx(HBM_LATENCY_S + moved / (HBM_SHARE * chip.hbm_bytes_per_s_per_device))
 
 
 @pytest.mark.parametrize(
