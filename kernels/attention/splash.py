@@ -49,14 +49,14 @@ class SplashBlocks(NamedTuple):
     def sizes(self) -> splash.BlockSizes:
         """These blocks as the library takes them."""
         queries, keys, at_once = self.backward
-        own = {} if self.fused else {"block_q_dq": queries, "block_kv_dq": keys}
         return splash.BlockSizes(
             *self.forward,
             block_q_dkv=queries,
             block_kv_dkv=keys,
             block_kv_dkv_compute=at_once,
+            block_q_dq=None if self.fused else queries,
+            block_kv_dq=None if self.fused else keys,
             use_fused_bwd_kernel=self.fused,
-            **own,
         )
 
 
