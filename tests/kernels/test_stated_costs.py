@@ -23,17 +23,17 @@ QUANTIZED = {
 
 
 def stated(operation):
-    """Costs of the kernels that an operation runs on a TPU, by name."""
+    """Costs of the kernels that an operation runs on a TPU."""
 
     def kernels(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":
-                yield equation.params["name_and_src_info"].name, equation.params["cost_estimate"]
+                yield equation.params["cost_estimate"]
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 yield from kernels(inner)
 
     with jax.sharding.use_abstract_mesh(TPU):
-        return dict(kernels(jax.make_jaxpr(operation)().jaxpr))
+        return list(kernels(jax.make_jaxpr(operation)().jaxpr))
 
 
 def test_every_call_of_pallas_is_given_a_cost():
@@ -53,14 +53,13 @@ def test_our_kernels_state_arithmetic_and_bytes(operation):
     """Not splash, which is the library's."""
     costs = stated({**OPERATIONS, **QUANTIZED}[operation])
     assert costs
-    for name, cost in costs.items():
-        assert cost.flops > 0 and cost.bytes_accessed > 0, name
+    assert all(cost is not None and cost.flops > 0 and cost.bytes_accessed > 0 for cost in costs)
 
 
 def test_a_gated_activation_in_8_bits_states_its_work():
     """Forward it reads two arrays in 16 bits and writes one in 8; backward it reads three and writes three, with scales."""
     numbers, rows = X.size, X.shape[1]
-    (forward,), (backward,) = (stated(QUANTIZED[name]).values() for name in ("gated", "gated gradient"))
+    (forward,), (backward,) = (stated(QUANTIZED[name]) for name in ("gated", "gated gradient"))
     assert forward.bytes_accessed == numbers * (2 * 2 + 1) + 4 * rows
     assert backward.bytes_accessed == numbers * (3 * 2 + 3) + 4 * (2 * 512 + 2 * rows)
     assert forward.transcendentals == backward.transcendentals == numbers, "one tanh each"
