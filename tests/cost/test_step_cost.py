@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from maxlm.base.errors import UserError
+from maxlm.cost.compile_report import second_opinion_line
 from maxlm.cost.efficiency import HBM_SHARE
 from maxlm.cost.network import AxisLinks, Network
-from maxlm.cost.step_cost import StepCost, estimate
+from maxlm.cost.step_cost import SecondOpinion, StepCost, estimate
 from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, AttentionShare, Chip, chip_named
 from maxlm.hlo import parser
 from maxlm.hlo.hbm_traffic import moved_bytes
@@ -95,10 +96,21 @@ def test_a_program_costs_the_same_with_and_without_cycles(name):
     scheduled = estimate(parser.read(re.sub(r'"estimated_cycles":"\d+",?', "", text)), CHIP[chip], sizes, ring(sizes), top=10_000)
     stated = price(name)
     module = parser.read(text)
-    assert stated == dataclasses.replace(scheduled, xla_s=stated.xla_s)
-    assert scheduled.xla_s is None
+    second = stated.second_opinion
+    assert stated == dataclasses.replace(scheduled, second_opinion=second)
+    assert scheduled.second_opinion is None
     expected = sum(run.times * (run.op.cycles or 0) for run in module.executed()) / chip_named(chip).clock_hz
-    assert stated.xla_s == (pytest.approx(expected) if module.has_cycles else None)
+    assert (second is not None) == module.has_cycles
+    if second is not None:
+        assert second.xla_s == pytest.approx(expected)
+        kernels = sum(op.seconds for op in stated.top if op.kind in ("attention", "kernel"))
+        assert second.ours_s == pytest.approx(stated.compute_s - kernels)
+
+
+@pytest.mark.parametrize(("ours_s", "off"), [(3.0, "25.0% less"), (5.0, "25.0% more")])
+def test_the_second_opinion_is_compared_in_both_directions(ours_s, off):
+    line = second_opinion_line(SecondOpinion(xla_s=4.0, ours_s=ours_s))
+    assert line == f"all but kernels and communication: {ours_s:g} s; by XLA's own cycles 4 s (ours is {off})"
 
 
 NARROW = """HloModule narrow, is_scheduled=true
