@@ -22,11 +22,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from published_runs import between
-
 from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
+
+from published_runs import between  # noqa: E402
 
 from maxlm.base.atomic import write_text  # noqa: E402
 from maxlm.base.errors import UserError  # noqa: E402

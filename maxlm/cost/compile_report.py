@@ -17,7 +17,7 @@ from maxlm.cost.expected import StepScale, source_of, step_scale
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import ParameterLeaf, parameter_leaves
-from maxlm.cost.step_cost import StepCost, program_cost
+from maxlm.cost.step_cost import SecondOpinion, StepCost, program_cost
 from maxlm.cost.verify import step_of
 from maxlm.hardware.chips import GIB, PEAK_NAMES
 from maxlm.hardware.topologies import Topology
@@ -216,11 +216,19 @@ def _time(report: Report, console: Console) -> None:
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
     console.print("  " + "   ".join(parts))
     console.print(f"  matmuls: {formats_line(cost)}")
+    if cost.second_opinion is not None:
+        console.print(f"  {second_opinion_line(cost.second_opinion)}")
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]
     ]
     _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
+
+
+def second_opinion_line(second: SecondOpinion) -> str:
+    """XLA's own cycles of what it estimates, next to our price of the same."""
+    off = f"{percent(abs(second.ours_s / second.xla_s - 1))} {'more' if second.ours_s >= second.xla_s else 'less'}"
+    return f"all but kernels and communication: {duration(second.ours_s)}; by XLA's own cycles {duration(second.xla_s)} (ours is {off})"
 
 
 def formats_line(cost: StepCost) -> str:
