@@ -300,7 +300,7 @@ of {rows} compiled ones are within 15%**. What one may expect is the estimate co
 The published runs are from 2024 to 2026, with the compilers of the time. Our compiler is from November 2026 and does not accept all of
 their flags. Some runs fused their all-gathers with compute, which libtpu now accepts only on v5e; elsewhere the SparseCore gathers
 instead, as in MaxText's current scripts. Where only TFLOP/s were published, seconds are computed from the FLOPs that MaxText counted at
-the time: 6 a parameter, and full attention without halving it for causality.
+the time: 6 a parameter, and full attention without halving it for causality. Experts are charged even loads.
 """
 
 

@@ -107,8 +107,8 @@ class AttentionShare:
 class Reached:
     """Shares of peak that programs for a TPU reach, as `facts.toml` explains them; the defaults are assumed for chips without an entry."""
 
-    attention: AttentionShare = AttentionShare((0.45, 0), (0.7, 0))
-    our_attention: AttentionShare = AttentionShare((0.45, 0), (0.7, 0))
+    attention: AttentionShare = AttentionShare((0.801, 1909), (0.964, 1045))  # v5p's, of which v4 has the matrix units
+    our_attention: AttentionShare = AttentionShare((1.0, 825), (0.995, 666))
     predicted_matmul: float = 0.88
     scheduled_matmul: tuple[float, float] = (0.9, 0.5)
     rounding_cycles: tuple[float, float] = (0.0, 0.0)
