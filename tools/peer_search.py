@@ -35,8 +35,8 @@ ATTENTION = {
     ),
 }
 RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
-BUDGET = 10  # programs a case
-DESCENT = ("keep", "steps", "mesh", "flags", "vocabulary", "attention")
+BUDGET = 8  # programs a case
+DESCENT = ("mesh", "keep", "steps", "flags", "vocabulary", "attention")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Case:
                 str(count): (f"per_device_batch_size={self.batch // count}", f"gradient_accumulation_steps={count}") for count in steps
             },
             "flags": flags,
-            "vocabulary": {str(tiles): (f"num_vocab_tiling={tiles}",) for tiles in (16, 8, 4, 1)},
+            "vocabulary": {str(tiles): (f"num_vocab_tiling={tiles}",) for tiles in (8, 1)},
             "attention": ATTENTION,
             "mesh": {"fsdp": (), **meshes},
         }
@@ -78,9 +78,9 @@ class Case:
     @property
     def start(self) -> Choice:
         """What an expert's first attempt would be."""
-        keeps, knobs = list(self.knobs["keep"]), self.knobs
+        knobs = self.knobs
         return {
-            "keep": keeps[-2],
+            "keep": "q, k, v, attention, its projection, gate, up",
             "steps": "2" if "2" in knobs["steps"] else "1",
             "flags": list(knobs["flags"])[-1],
             "vocabulary": "8",
@@ -199,7 +199,7 @@ def _lines(knobs: Knobs, best: Choice, knob: str, *, fits: bool) -> Iterator[lis
 
 
 def _kept(experts: bool) -> dict[str, tuple[str, ...]]:
-    """MaxText's ways to keep activations, from few to many."""
+    """Lists of activations to keep, from few to many. Without experts the last is what MaxText's minimal_with_context keeps."""
     gate, *ups = GATES[experts][::2] if experts else GATES[experts][:1]
     lists = {
         "attention": ("context",),
@@ -209,9 +209,10 @@ def _kept(experts: bool) -> dict[str, tuple[str, ...]]:
         "q, k, v, attention, its projection, gate": ("context", *PROJECTIONS, "out_proj", gate, *ups),
         "q, k, v, attention, its projection, gate, up": ("context", *PROJECTIONS, "out_proj", *GATES[experts]),
     }
+    if experts:
+        lists["q, k, v, attention, its projection, gate, up, down"] = (*list(lists.values())[-1], "mlpwo", "moe_mlpwo")
     custom = {name: ("remat_policy=custom", *(f"{tensor}=device" for tensor in kept)) for name, kept in lists.items()}
-    last = {"minimal_with_context": ("remat_policy=minimal_with_context",)}
-    return {"full": ("remat_policy=full",), **custom, **last}
+    return {"full": ("remat_policy=full",), **custom}
 
 
 def _flags(chip: str) -> dict[str, tuple[str, ...]]:
