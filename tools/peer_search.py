@@ -155,7 +155,7 @@ class Peer:
         return Candidate(row, program, kept.get("needed", 0), kept.get("error", ""))
 
 
-def search(knobs: Knobs, start: Choice, seconds: Callable[[Choice], float], budget: int = BUDGET) -> tuple[Choice, int]:
+def search(knobs: Knobs, start: Choice, seconds: Callable[[Choice], float], budget: int) -> tuple[Choice, int]:
     """(the fastest choice found, number of choices tried): from `start` by one knob at a time, until no neighbour is faster or `budget`
     choices were tried. `seconds`: of a choice, infinite for one that is not to be taken.
     """

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from maxtext_schedule import compile_whole
-from peer_search import Candidate, Case, Choice, Peer, search
+from peer_search import BUDGET, Candidate, Case, Choice, Peer, search
 from ruamel.yaml import YAML
 from truth import REPOSITORY, predict
 
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--neutral", type=Path, required=True)
     parser.add_argument("--maxtext-python", type=Path)
     parser.add_argument("--search", action="store_true")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="candidates a case")
     parser.add_argument("--machine-code", action="store_true")
     given = parser.parse_intermixed_args()
     cases = read_cases()
@@ -78,7 +79,7 @@ def main() -> None:
     ruler = neutral_ruler(parser, given.neutral)
     if given.search:
         for name in names:
-            keep_choice(name, *tune(cases[name][0], peer, ruler))
+            keep_choice(name, *tune(cases[name][0], peer, ruler, given.budget))
     for name in names if given.machine_code else ():
         make_machine_code(*cases[name], peer, given.maxtext_python, given.folder)
     text = table(read_cases(), peer, given.folder, ruler)
@@ -116,7 +117,7 @@ def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:
     return importlib.import_module("hlo_cost_scheduled")
 
 
-def tune(case: Case, peer: Peer, ruler: ModuleType) -> tuple[Choice, int]:
+def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice, int]:
     """MaxText's fastest choice by the neutral ruler, and how many were tried. A line on stderr tells of each."""
     available = available_hbm(case.machine)
 
@@ -130,7 +131,7 @@ def tune(case: Case, peer: Peer, ruler: ModuleType) -> tuple[Choice, int]:
         sys.stderr.write(f"{case.name}: {said} ({time.monotonic() - began:.0f} s): {'; '.join(choice.values())}\n")
         return found
 
-    return search(case.knobs, case.start, seconds)
+    return search(case.knobs, case.start, seconds, budget)
 
 
 def make_machine_code(case: Case, chosen: dict[str, Any], peer: Peer, python: Path | None, folder: Path) -> None:
