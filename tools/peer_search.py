@@ -16,6 +16,7 @@ from maxtext_schedule import schedule
 from ruamel.yaml import YAML
 from truth import REPOSITORY, Row
 
+from maxlm.config.schema import ModelConfig
 from maxlm.hardware.topologies import Topology, parse
 from maxlm.hardware.xla_flags import FLAGS, VMEM, Flag
 
@@ -34,6 +35,7 @@ ATTENTION = {
         *("sa_block_q_dkv=1024", "sa_block_kv_dkv=2048", "sa_block_kv_dkv_compute=512"),
     ),
 }
+BF16 = 2  # bytes
 RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
 BUDGET = 8  # programs a case
 DESCENT = ("mesh", "keep", "steps", "flags", "vocabulary", "attention")
@@ -120,6 +122,42 @@ class Candidate:
         return f"XLA recomputes {recomputed} operations of its own choice" if recomputed else ""
 
 
+class Memory:
+    """Bytes that a choice needs, by the candidates of a case that were scheduled: they differ by the activations that are kept."""
+
+    def __init__(self, case: Case, model: ModelConfig) -> None:
+        self._case, self._widths, self._layers, self._known = case, kept_widths(model), model.n_layers, dict[str, tuple[Choice, int]]()
+
+    def learn(self, choice: Choice, needed: int) -> None:
+        """Take the bytes of a candidate for the measure of others on its mesh."""
+        if needed:
+            self._known[choice["mesh"]] = choice, needed
+
+    def expected(self, choice: Choice) -> int:
+        """Bytes that `choice` should need; 0 if nothing is known of its mesh."""
+        if choice["mesh"] not in self._known:
+            return 0
+        like, needed = self._known[choice["mesh"]]
+        return needed + self._kept(choice) - self._kept(like)
+
+    def _kept(self, choice: Choice) -> int:
+        tensors = (argument.removesuffix("=device") for argument in self._case.knobs["keep"][choice["keep"]])
+        a_token = self._widths["decoder_layer_input"] + sum(self._widths.get(tensor, 0) for tensor in tensors)
+        return BF16 * self._layers * a_token * self._case.batch * self._case.sequence // int(choice["steps"])
+
+
+def kept_widths(model: ModelConfig) -> dict[str, int]:
+    """Elements a token of the tensors that MaxText can keep of a layer."""
+    heads, pairs = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    widths = {"decoder_layer_input": model.d_model, "context": heads, "query_proj": heads, "out_proj": model.d_model}
+    moe = model.moe
+    hidden = model.d_ff if moe is None else moe.n_shared * moe.d_ff
+    widths |= {"key_proj": pairs, "value_proj": pairs, "mlpwi_0": hidden, "mlpwi_1": hidden}
+    if moe is not None:
+        widths |= dict.fromkeys(("moe_mlpwi_0", "moe_mlpwi_1"), moe.top_k * moe.d_ff) | {"moe_mlpwo": moe.top_k * model.d_model}
+    return widths
+
+
 Compile = Callable[[Path, Sequence[str], Sequence[str], Path], int]
 
 
@@ -155,15 +193,17 @@ class Peer:
         return Candidate(row, program, kept.get("needed", 0), kept.get("error", ""))
 
 
-def search(knobs: Knobs, start: Choice, seconds: Callable[[Choice], float], budget: int) -> tuple[Choice, int]:
+def search(
+    knobs: Knobs, start: Choice, seconds: Callable[[Choice], float], budget: int, hopeless: Callable[[Choice], bool]
+) -> tuple[Choice, int]:
     """(the fastest choice found, number of choices tried): from `start` by one knob at a time, until no neighbour is faster or `budget`
-    choices were tried. `seconds`: of a choice, infinite for one that is not to be taken.
+    choices were tried. `seconds`: of a choice, infinite for one that is not to be taken; of `hopeless` ones it is not asked.
     """
     tried: dict[tuple[str, ...], float] = {}
 
     def price(choice: Choice) -> float:
         key = tuple(choice[knob] for knob in knobs)
-        if key not in tried and len(tried) < budget:
+        if key not in tried and len(tried) < budget and not hopeless(choice):
             tried[key] = seconds(choice)
         return tried.get(key, math.inf)
 

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from maxtext_schedule import compile_whole
-from peer_search import BUDGET, Candidate, Case, Choice, Peer, search
+from peer_search import BUDGET, Candidate, Case, Choice, Memory, Peer, search
 from ruamel.yaml import YAML
 from truth import REPOSITORY, predict
 
@@ -42,6 +42,7 @@ from maxlm.kernels.platform import RARELY  # noqa: E402
 CASES = Path(__file__).with_name("tuned_peer_rows.yml")
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tools/tuned_peer.py writes from here -->", "<!-- to here -->"
+SURE = 1.05  # of the memory there is: what should need more is not tried
 KERNELS = ("attention", "grouped", "matmul", "other")
 HEAD = (
     "| step | neutral: maxlm | MaxText | ratio | XLA's cycles: maxlm | MaxText | ratio | ours: maxlm | MaxText | ratio |\n"
@@ -119,11 +120,15 @@ def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:
 
 def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice, int]:
     """MaxText's fastest choice by the neutral ruler, and how many were tried. A line on stderr tells of each."""
-    available = available_hbm(case.machine)
+    available, memory = available_hbm(case.machine), Memory(case, load(case.ours, case.settings, assume=True).config.model)
+
+    def hopeless(choice: Choice) -> bool:
+        return memory.expected(choice) > SURE * available and peer.missing(case.row(choice))
 
     def seconds(choice: Choice) -> float:
         began = time.monotonic()
         candidate = peer.candidate(case.row(choice))
+        memory.learn(choice, candidate.needed)
         problem = candidate.problem(available)
         found = math.inf if problem else ruler.estimate(candidate.program.read_text(encoding="utf-8"), case.machine.chip.name)["total_s"]
         size = f"{candidate.needed / 2**30:.1f} GiB"
@@ -131,7 +136,7 @@ def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice
         sys.stderr.write(f"{case.name}: {said} ({time.monotonic() - began:.0f} s): {'; '.join(choice.values())}\n")
         return found
 
-    return search(case.knobs, case.start, seconds, budget)
+    return search(case.knobs, case.start, seconds, budget, hopeless)
 
 
 def make_machine_code(case: Case, chosen: dict[str, Any], peer: Peer, python: Path | None, folder: Path) -> None:

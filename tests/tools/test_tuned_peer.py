@@ -117,7 +117,7 @@ def test_experts_may_be_over_an_axis():
 @pytest.mark.parametrize("keep", KNOBS["keep"])
 def test_search_finds_the_fastest_that_fits(keep):
     """From every start, those that do not fit included; in one batch less is kept."""
-    best, tried = search(KNOBS, {**START, "keep": keep}, price, budget=40)
+    best, tried = search(KNOBS, {**START, "keep": keep}, price, 40, _never)
     assert best == {"keep": "most", "steps": "2", "flags": "better"} and tried < 20
     assert price(best) == min(price({"keep": k, "steps": s, "flags": f}) for k in KNOBS["keep"] for s in ("1", "2") for f in KNOBS["flags"])
 
@@ -129,14 +129,42 @@ def test_search_keeps_to_its_budget_and_repeats_nothing():
         asked.append(tuple(choice.values()))
         return price(choice)
 
-    best, tried = search(KNOBS, START, seconds, budget=3)
+    best, tried = search(KNOBS, START, seconds, 3, _never)
     assert len(asked) == len(set(asked)) == tried == 3
     assert price(best) == min(price(dict(zip(KNOBS, one, strict=True))) for one in asked)
 
 
 def test_nothing_that_fits_is_no_choice_but_the_start():
-    best, tried = search(KNOBS, START, lambda choice: math.inf, budget=6)
+    best, tried = search(KNOBS, START, lambda choice: math.inf, 6, _never)
     assert best == START and tried == 6
+
+
+def test_what_should_not_fit_is_not_tried():
+    """All kept would not fit by a known candidate: it is asked of once, and costs no candidate."""
+    asked = []
+
+    def seconds(choice):
+        asked.append(choice["keep"])
+        return price(choice)
+
+    best, tried = search(KNOBS, {**START, "keep": "all"}, seconds, 40, lambda choice: choice["keep"] == "all")
+    assert best["keep"] == "most" and "all" not in asked and tried == len(asked)
+
+
+def test_memory_is_expected_from_a_candidate():
+    """Of Llama 3.1 8B: a list of q, k, v and attention, 2 x 8,192 tokens a step in bfloat16 over 32 layers; gate and up are 14,336 wide."""
+    case, _ = tuned_peer.read_cases()["8b-v5p"]
+    memory = peer_search.Memory(case, tuned_peer.load(case.ours).config.model)
+    assert memory.expected(case.start) == 0
+    memory.learn(case.start, 60 << 30)
+    less = {**case.start, "keep": "q, k, v, attention, its projection"}
+    assert memory.expected(case.start) - memory.expected(less) == 2 * 32 * 2 * 8192 * 2 * 14336
+    kept = 4096 + 3 * 4096 + 2 * 1024
+    assert memory.expected({**less, "steps": "1"}) - memory.expected(less) == 2 * 32 * 2 * 8192 * kept
+
+
+def _never(choice):
+    return False
 
 
 def test_a_candidate_is_scheduled_once(tmp_path):
