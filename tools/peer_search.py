@@ -19,6 +19,7 @@ from truth import REPOSITORY, Row
 from maxlm.config.schema import ModelConfig
 from maxlm.hardware.topologies import Topology, parse
 from maxlm.hardware.xla_flags import FLAGS, VMEM, Flag
+from maxlm.models import count_parameters
 
 Choice = Mapping[str, str]  # option of each knob
 Knobs = Mapping[
@@ -35,7 +36,7 @@ ATTENTION = {
         *("sa_block_q_dkv=1024", "sa_block_kv_dkv=2048", "sa_block_kv_dkv_compute=512"),
     ),
 }
-BF16 = 2  # bytes
+BF16, STATE = 2, 12  # bytes of an activation; of a parameter and its two moments
 RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
 BUDGET = 8  # programs a case
 DESCENT = ("mesh", "keep", "steps", "flags", "vocabulary", "attention")
@@ -126,7 +127,8 @@ class Memory:
     """Bytes that a choice needs, by the candidates of a case that were scheduled: they differ by the activations that are kept."""
 
     def __init__(self, case: Case, model: ModelConfig) -> None:
-        self._case, self._widths, self._layers, self._known = case, kept_widths(model), model.n_layers, dict[str, tuple[Choice, int]]()
+        self._case, self._model, self._widths = case, model, kept_widths(model)
+        self._known: dict[str, tuple[Choice, int]] = {}
 
     def learn(self, choice: Choice, needed: int) -> None:
         """Take the bytes of a candidate for the measure of others on its mesh."""
@@ -134,16 +136,16 @@ class Memory:
             self._known[choice["mesh"]] = choice, needed
 
     def expected(self, choice: Choice) -> int:
-        """Bytes that `choice` should need; 0 if nothing is known of its mesh."""
+        """Bytes that `choice` should need; where nothing is known of its mesh, its activations and the state."""
         if choice["mesh"] not in self._known:
-            return 0
+            return self._kept(choice) + STATE * count_parameters(self._model) // self._case.machine.devices
         like, needed = self._known[choice["mesh"]]
         return needed + self._kept(choice) - self._kept(like)
 
     def _kept(self, choice: Choice) -> int:
         tensors = (argument.removesuffix("=device") for argument in self._case.knobs["keep"][choice["keep"]])
         a_token = self._widths["decoder_layer_input"] + sum(self._widths.get(tensor, 0) for tensor in tensors)
-        return BF16 * self._layers * a_token * self._case.batch * self._case.sequence // int(choice["steps"])
+        return BF16 * self._model.n_layers * a_token * self._case.batch * self._case.sequence // int(choice["steps"])
 
 
 def kept_widths(model: ModelConfig) -> dict[str, int]:

@@ -155,7 +155,8 @@ def test_memory_is_expected_from_a_candidate():
     """Of Llama 3.1 8B: a list of q, k, v and attention, 2 x 8,192 tokens a step in bfloat16 over 32 layers; gate and up are 14,336 wide."""
     case, _ = tuned_peer.read_cases()["8b-v5p"]
     memory = peer_search.Memory(case, tuned_peer.load(case.ours).config.model)
-    assert memory.expected(case.start) == 0
+    hidden = 2 * 32 * 2 * 8192 * (4 * 4096 + 2 * 1024 + 2 * 14336)
+    assert memory.expected(case.start) == hidden + 12 * 8_030_261_248 // 64
     memory.learn(case.start, 60 << 30)
     less = {**case.start, "keep": "q, k, v, attention, its projection"}
     assert memory.expected(case.start) - memory.expected(less) == 2 * 32 * 2 * 8192 * 2 * 14336
