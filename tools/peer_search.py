@@ -66,7 +66,7 @@ class Case:
         """What is searched."""
         flags = _flags(self.machine.chip.name)
         steps = [count for count in (4, 2, 1) if self.batch % count == 0]
-        meshes = {f"expert {size}": (f"ici_expert_parallelism={size}",) for size in self.expert_groups}
+        meshes = {f"expert {size}": (f"ici_expert_parallelism={size}", "allow_split_physical_axes=True") for size in self.expert_groups}
         return {
             "keep": _kept(self.experts),
             "steps": {

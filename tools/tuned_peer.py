@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -24,16 +25,20 @@ from typing import Any
 from maxtext_schedule import compile_whole
 from peer_search import BUDGET, Candidate, Case, Choice, Memory, Peer, search
 from ruamel.yaml import YAML
-from truth import REPOSITORY, predict
+from truth import REPOSITORY, read_program
 
 from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
 
+from jax.experimental.mesh_utils import create_device_mesh  # noqa: E402 - jax reads the environment when it is imported
+from jax.sharding import Mesh  # noqa: E402
+
 from maxlm.base.atomic import write_text  # noqa: E402 - jax reads the environment when it is imported
-from maxlm.compiler.aot import available_hbm, build  # noqa: E402
+from maxlm.compiler.aot import available_hbm, build, devices  # noqa: E402
 from maxlm.config import load, rules  # noqa: E402
 from maxlm.cost import step_cost  # noqa: E402
+from maxlm.cost.mesh_links import axis_links  # noqa: E402
 from maxlm.cost.network import AxisLinks  # noqa: E402
 from maxlm.cost.verify import Compiler  # noqa: E402
 from maxlm.hlo import parser as hlo  # noqa: E402
@@ -43,6 +48,12 @@ CASES = Path(__file__).with_name("tuned_peer_rows.yml")
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tools/tuned_peer.py writes from here -->", "<!-- to here -->"
 SURE = 1.05  # of the memory there is: what should need more is not tried
+PALLAS_CALL = f'custom_call_target="{hlo.PALLAS}"'
+END_OF = re.compile(r"\}\s*$|\}, execution_thread")  # a computation
+HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+OP = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
+CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+USED = re.compile(r"%([\w.\-]+)")
 KERNELS = ("attention", "grouped", "matmul", "other")
 HEAD = (
     "| step | neutral: maxlm | MaxText | ratio | XLA's cycles: maxlm | MaxText | ratio | ours: maxlm | MaxText | ratio |\n"
@@ -118,6 +129,37 @@ def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:
     return importlib.import_module("hlo_cost_scheduled")
 
 
+def neutral(ruler: ModuleType, text: str, chip: str) -> dict[str, Any]:
+    """What the neutral ruler says of a program. It reads a statement a line, and counts kernels where they stand alone: XLA puts them into
+    fusions, with a collective that goes on meanwhile, on chips without a SparseCore.
+    """
+    return ruler.estimate(kernels_alone(text), chip)
+
+
+def kernels_alone(text: str) -> str:
+    """`text` with each kernel's call in the place of the fusion that holds it."""
+    lines: list[str] = []
+    within = False
+    for line in text.splitlines():
+        if within and not OP.match(line) and not END_OF.match(line):
+            lines[-1] += line  # frontend attributes may hold line breaks
+        else:
+            lines.append(line)
+            within = bool(OP.match(line) or HEADER.match(line))
+    inside, computation, renamed = {}, "", {}
+    for line in lines:
+        if header := HEADER.match(line):
+            computation = header.group(1)
+        elif PALLAS_CALL in line and (kernel := OP.match(line)):
+            inside[computation] = kernel.group(1), kernel.group(2)
+    for number, line in enumerate(lines):
+        if " fusion(" in line and (called := CALLS.search(line)) and called.group(1) in inside and (fusion := OP.match(line)):
+            kernel, call = inside[called.group(1)]
+            renamed[fusion.group(1)] = name = f"{kernel.partition('.')[0]}.{fusion.group(1)}"
+            lines[number] = f"  %{name} = {call}"
+    return USED.sub(lambda found: f"%{renamed.get(found[1], found[1])}", "\n".join(lines))
+
+
 def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice, int]:
     """MaxText's fastest choice by the neutral ruler, and how many were tried. A line on stderr tells of each."""
     available, memory = available_hbm(case.machine), Memory(case, load(case.ours, case.settings, assume=True).config.model)
@@ -130,7 +172,8 @@ def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice
         candidate = peer.candidate(case.row(choice))
         memory.learn(choice, candidate.needed)
         problem = candidate.problem(available)
-        found = math.inf if problem else ruler.estimate(candidate.program.read_text(encoding="utf-8"), case.machine.chip.name)["total_s"]
+        text = "" if problem else candidate.program.read_text(encoding="utf-8")
+        found = math.inf if problem else neutral(ruler, text, case.machine.chip.name)["total_s"]
         size = f"{candidate.needed / 2**30:.1f} GiB"
         said = problem or f"{found:.3f} s, {size}"
         sys.stderr.write(f"{case.name}: {said} ({time.monotonic() - began:.0f} s): {'; '.join(choice.values())}\n")
@@ -176,7 +219,7 @@ def compile_ours(case: Case, out: Path, *, machine_code: bool) -> None:
 def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_cost.StepCost, once: step_cost.StepCost) -> Times:
     """Times of `program`; `whole`: the same with machine code; `cost`, `once`: by our own ruler."""
     text, chip = program.read_text(encoding="utf-8"), case.machine.chip
-    found = ruler.estimate(text, chip.name)
+    found = neutral(ruler, text, chip.name)
     cycles = None
     if whole.exists():
         module = hlo.read(whole.read_text(encoding="utf-8"))
@@ -184,7 +227,7 @@ def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_
         counted = sum(run.times * (run.op.cycles or 0) for run in module.executed() if run.op.target != hlo.PALLAS)
         cycles = counted / chip.clock_hz + sum(found[kind] for kind in KERNELS) + found["exposed"]
     five = found["total_s"] + found["attention"] * (fifth_matmul(found["kernels"]) - 1)
-    uneven = ruler.estimate(text.replace(RARELY, "counted_once"), chip.name)["total_s"]
+    uneven = neutral(ruler, text.replace(RARELY, "counted_once"), chip.name)["total_s"]
     return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s))
 
 
@@ -226,8 +269,11 @@ def our_times(case: Case, folder: Path, ruler: ModuleType) -> Times:
 
 
 def peer_times(case: Case, candidate: Candidate, ruler: ModuleType) -> Times:
-    """Times of MaxText's program."""
-    cost = predict(candidate.row, candidate.program)
+    """Times of MaxText's program, on its mesh as jax lays it over the torus."""
+    row, machine = candidate.row, case.machine
+    laid = create_device_mesh(tuple(row.mesh.values()), devices(machine), allow_split_physical_axes=True)
+    links = axis_links(Mesh(laid, tuple(row.mesh)), machine)
+    cost = step_cost.estimate(read_program(row, candidate.program), machine.chip, row.mesh, links)
     return times(case, candidate.program, candidate.program.with_suffix(".machine.hlo"), ruler, cost, cost)
 
 

@@ -234,6 +234,34 @@ def _no_compiler(case, out, *, machine_code):
     out.with_suffix(".json").write_text(json.dumps({"mesh": {"fsdp": 4}, "links": {"fsdp": {"dims": 2, "torus": [0, 1]}}}))
 
 
+def test_kernels_in_fusions_stand_alone():
+    """As the neutral ruler reads programs: a statement a line, and a kernel by its own name, also where its result is used."""
+    text = """HloModule m
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %gmm.5 = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"a":"b"
+}}, metadata={op_name="x"}
+}
+
+ENTRY %e (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %fusion.1 = (f32[4]{0}, f32[8]{0}) fusion(%q), kind=kCustom, calls=%fused
+  %fusion.12 = f32[8]{0} fusion(%q), kind=kLoop, calls=%other
+  ROOT %r = f32[4]{0} get-tuple-element(%fusion.1), index=0
+}
+"""
+    lines = tuned_peer.kernels_alone(text).splitlines()
+    rest = 'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={"a":"b"}}, metadata={op_name="x"}'
+    assert (
+        f"  %gmm.fusion.1 = f32[4]{{0}} custom-call(%p), {rest}" in lines
+        and f"  ROOT %gmm.5 = f32[4]{{0}} custom-call(%p), {rest}" in lines
+    )
+    assert "  %fusion.12 = f32[8]{0} fusion(%q), kind=kLoop, calls=%other" in lines
+    assert lines[-2:] == ["  ROOT %r = f32[4]{0} get-tuple-element(%gmm.fusion.1), index=0", "}"]
+
+
 @pytest.mark.parametrize(
     ("kernels", "times"),
     [
