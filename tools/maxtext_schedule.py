@@ -16,6 +16,7 @@ from maxlm.compiler.schedule import options_to_write, total_bytes, written
 
 ALONE = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 DEFAULTS = ("compile_topology_num_slices=1", "enable_checkpointing=false", "dataset_type=synthetic", "run_name=compare")
+CROSS_COMPILE = "--tokamax_cross_compile=true"  # else tokamax refuses its grouped matmuls for the CPU that it finds
 WHERE = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
 # Write what the compiler returns to the first argument; only then do the operations have XLA's cycles.
 WHOLE = """
@@ -41,9 +42,16 @@ def schedule(python: Path, settings: Sequence[str], flags: Sequence[str], out: P
     """
     base = _base(python)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+<<<<<<< HEAD
         kept = Path(folder)
         written_to = (f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")
         arguments = _arguments(base, settings, (*flags, *written_to), kept)
+=======
+        kept, named = Path(folder), {setting.partition("=")[0] for setting in settings}
+        more = (one for one in (*DEFAULTS, f"base_output_directory={kept}") if one.partition("=")[0] not in named)
+        xla = " ".join((*flags, *(f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")))
+        arguments = [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={xla}"]
+>>>>>>> main
         command = [str(python), "-m", "maxtext.trainers.pre_train.train_compile", *arguments]
         with subprocess.Popen(command, env=_environment(), stdout=said, stderr=subprocess.STDOUT) as process:
             try:

@@ -14,8 +14,8 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from maxlm.hardware import topologies
-from maxlm.hardware.chips import CHIPS, MatmulFormat
-from maxlm.hardware.published_runs import ROWS, PublishedRun, correction
+from maxlm.hardware.chips import CHIPS
+from maxlm.hardware.published_runs import ROWS, PublishedRun, correction, left_out
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "truth.md"
@@ -26,8 +26,6 @@ FORMATS = {"fp8_full": "fp8", "int8": "int8"}  # MaxText's names
 FORMAT = re.compile(r"(?<!\w)quantization=(?P<theirs>\w+)|precision.matmul={format: (?P<ours>\w+)")
 ROW = re.compile(r"\| (?P<name>[\w.-]+) \|(?: \w[\w-]*:[\dx]+ \|)? (?P<published>\d+\.\d+)[^|]*\| (?P<predicted>\d+\.\d+) \| [+-]")
 HOST = re.compile(r"\| (?P<name>[\w.-]+) \|(?: [\d.]+%? \|){5} (?P<host>[\d.]+) \| [\d.]+ \|$", re.MULTILINE)  # of its second table
-WAITS = 0.1  # of a step, for the host
-CASES: tuple[tuple[MatmulFormat, bool], ...] = (("bf16", False), ("int8", False), ("e4m3", False), ("bf16", True), ("e4m3", True))
 
 
 def rows() -> list[PublishedRun]:
@@ -40,11 +38,8 @@ def rows() -> list[PublishedRun]:
         for line in text.splitlines():
             if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds
                 chip = topologies.parse(entry["topology"]).chip.name
-                seconds = float(row["predicted"]), float(row["published"])
-                waits = hosts.get(row["name"], 0.0) > WAITS * seconds[0]
-                found.append(
-                    PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md", waits)
-                )
+                seconds = float(row["predicted"]), float(row["published"]), hosts[row["name"]] if entry.get("host_hidden") else 0.0
+                found.append(PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md"))
     return found
 
 
@@ -68,22 +63,33 @@ def toml(runs: Sequence[PublishedRun]) -> Iterator[str]:
     """Lines of the file of rows."""
     for run in runs:
         texts = ", ".join(f'{name} = "{getattr(run, name)}"' for name in ("name", "chip", "format"))
-        flags = "".join(f", {name} = true" for name in ("experts", "modelled", "waits") if getattr(run, name))
-        yield f"    {{{texts}, predicted_s = {run.predicted_s:.3f}, published_s = {run.published_s:.3f}{flags}}},\n"
+        host = f", host_s = {run.host_s:.3f}" if run.host_s else ""
+        flags = "".join(f", {name} = true" for name in ("experts", "modelled") if getattr(run, name))
+        yield f"    {{{texts}, predicted_s = {run.predicted_s:.3f}, published_s = {run.published_s:.3f}{host}{flags}}},\n"
 
 
 def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    """Lines of the table: the correction of each chip, and of the formats and of experts that have rows."""
-    yield "| estimates of | by the rows of | rows | median | range | others |\n"
-    yield "|---|---|---|---|---|---|\n"
+    """Lines of the tables: the correction of each chip and kind, and the error of each run that was left out."""
+    yield "| estimates of | runs | factor | range | runs left out: within 10%, largest errors |\n"
+    yield "|---|---|---|---|---|\n"
+    missed = {run.name: left_out(tuple(runs), run.family, experts=run.experts)[run.name] for run in runs}
     for chip in CHIPS:
-        for format, experts in CASES:
-            found = correction(chip, format, experts=experts, runs=runs)
-            if (format, experts) == ("bf16", False) or found.own:
+        for experts in (False, True):
+            found = correction(chip, "bf16", experts=experts, runs=runs)
+            errors = [missed[run.name] for run in runs if (run.chip, run.experts) == (chip.name, experts)]
+            if errors or not experts:
                 low, high = found.range
-                others = ", ".join(f"{one:.2f}" for one in found.apart)
-                figures = f"{len(found.ratios)} | {found.middle:.2f} | {low:.2f} to {high:.2f} | {others}"
-                yield f"| {found.of} | {found.basis or 'just these'} | {figures} |\n"
+                checked = (
+                    f"{sum(abs(error) <= 0.1 for error in errors)} of {len(errors)}, {min(errors):+.1%} to {max(errors):+.1%}"
+                    if errors
+                    else "none"
+                )
+                yield f"| {found.of} | {found.own} | {found.middle:.3f} | {low:.2f} to {high:.2f} | {checked} |\n"
+    yield "\n| run | chip | published s | predicted without it s | error |\n|---|---|---|---|---|\n"
+    for run in runs:
+        error = missed[run.name]
+        chip = f"{'experts on ' if run.experts else ''}{run.chip}{'' if run.format == 'bf16' else f' in {run.format}'}"
+        yield f"| {run.name} | {chip} | {run.published_s:.3f} | {run.published_s / (1 + error):.3f} | {error:+.1%} |\n"
 
 
 def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:

@@ -175,7 +175,7 @@ def _times(config: Config, step_s: float, exposed_s: float | None, size: str) ->
     topology = rules.topology_of(config)
     scale = scale_of(config, topology, TOKENS)
     low, high = scale.correction.range
-    basis = f" ({scale.correction.basis})" if scale.correction.basis else ""
+    basis = "" if scale.correction.own else f" (no run of {scale.correction.of})"
     wanted = Wanted(LIST_PRICES)
     cost = run_cost(topology, config.memory_checkpoints, scale.seconds(step_s), scale.expected_s(step_s), wanted)
     yield f"{duration(step_s)}"

@@ -10,24 +10,29 @@ without a program is listed as not compiled yet. No factor is fitted to what was
 import argparse
 import datetime
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+from jax.experimental import mesh_utils
 from maxtext_schedule import schedule_missing
 from ruamel.yaml import YAML
 
+from maxlm.config import load
 from maxlm.cost import step_cost
+from maxlm.cost.mesh_links import links_of
 from maxlm.cost.network import AxisLinks
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import VMEM
 from maxlm.hlo import parser
+from maxlm.models.counts import token_flops
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_rows.yml")
+UNTRAINED = ("data.store=none", "train.steps=1", "train.global_batch=1")
 LAST = "## What estimates say of it"
 AIM = 0.15  # of the published step time
 
@@ -45,9 +50,13 @@ class Row:
     step_s: float | None = None
     tflops: float | None = None
     params: float = 0
+    embedding: float = 0
     attention: int = 0
+    experts: bool = False
+    model: str = ""
     note: str = ""
     lacks: str = ""
+    host_hidden: bool = False
     does_not_fit: str = ""
 
     @property
@@ -56,10 +65,29 @@ class Row:
         if self.step_s is not None:
             return self.step_s
         assert self.tflops, f"{self.name} has neither step_s nor tflops"
-        settings = dict(setting.split("=", 1) for setting in self.settings)
-        batch, sequence = int(settings["per_device_batch_size"]), int(settings["max_target_length"])
-        a_token = 6e9 * self.params + 12 * self.attention * sequence
-        return a_token * batch * sequence / (self.tflops * 1e12)
+        return (6e9 * self.params + 12 * self.attention * self.sequence) * self.tokens / (self.tflops * 1e12)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence, MaxText's default if the settings name none."""
+        return int(dict(setting.split("=", 1) for setting in self.settings).get("max_target_length", 2048))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a device trains on in a step."""
+        return float(dict(setting.split("=", 1) for setting in self.settings)["per_device_batch_size"]) * self.sequence
+
+    @property
+    def published_mfu(self) -> float | None:
+        """Model FLOPs of the published step over the bf16 peak, causal attention halved; None for a format of 8 bits, and where the row
+        states neither `model` nor `params`.
+        """
+        if any(setting.startswith("quantization=") for setting in self.settings) or not (self.model or self.params):
+            return None
+        a_token = 6e9 * (self.params - self.embedding) + 6 * self.attention * self.sequence
+        if self.model:
+            a_token = _flops(self.model, self.sequence)
+        return a_token * self.tokens / self.seconds / topologies.parse(self.topology).chip.peak_bf16_flops_per_device
 
     @property
     def compile_topology(self) -> str:
@@ -110,12 +138,20 @@ def read_rows() -> list[Row]:
 def predict(row: Row, program: Path) -> step_cost.StepCost:
     """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    return step_cost.estimate(read_program(row, program), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
+    return step_cost.estimate(read_program(row, program), topology.chip, row.mesh, dict(_links(row, topology)))
 
 
 def read_program(row: Row, program: Path) -> parser.Module:
     """The parsed program of a row."""
     return replace(parser.read(program.read_text()), raised_vmem=any(flag.startswith(f"--{VMEM[0].name}=") for flag in row.flags))
+
+
+@cache
+def _flops(model: str, sequence: int) -> float:
+    """Model FLOPs of a token by a config of ours, as `maxlm compile` counts them."""
+    name, *settings = model.split()
+    config = load(f"models/{name}", [*settings, *UNTRAINED, f"data.seq_len={sequence}"]).config
+    return token_flops(config.model, sequence)
 
 
 def _row(entry: dict, document: dict) -> Row:
@@ -129,26 +165,46 @@ def _row(entry: dict, document: dict) -> Row:
     return Row(**{"mesh": whole, **entry, "settings": texts["settings"], "flags": flags})
 
 
-def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
-    """Links of each axis as jax's mesh_utils assigns them: the innermost axis first, over the whole torus dims that make up its size."""
-    left, cores = list(range(len(topology.sides))), topology.devices // math.prod(topology.sides)  # tpu7x: two devices of a chip
-    for axis, size in reversed(tuple(mesh.items())):
-        if size == topology.devices:
-            yield axis, AxisLinks(dims=len(left), wrapped=all(topology.wraps))
-            return
-        choices = (dims for count in range(len(left), 0, -1) for dims in itertools.combinations(left, count))
-        taken = next(dims for dims in choices if math.prod(topology.sides[dim] for dim in dims) in (size, size // cores))
-        left = [dim for dim in left if dim not in taken]
-        yield axis, AxisLinks(dims=len(taken), wrapped=all(topology.wraps[dim] for dim in taken))
+def _links(row: Row, topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
+    """Links of each axis of the row's mesh, laid over the torus by jax's mesh_utils as MaxText lays it."""
+    split = "allow_split_physical_axes=True" in row.settings
+    sides, devices = topology.sides, _devices(topology)
+    if "custom_mesh=hybrid_ring_64x4" in row.settings:  # the inner axis goes round squares of 2 x 2
+        torus = mesh_utils.create_device_mesh(sides, devices)
+        laid = torus.reshape(sides[0] // 2, 2, sides[1] // 2, 2).swapaxes(1, 2).reshape(tuple(row.mesh.values()))
+    else:
+        laid = mesh_utils.create_device_mesh(tuple(row.mesh.values()), devices, allow_split_physical_axes=split)
+    for number, (axis, size) in enumerate(row.mesh.items()):
+        line = laid.swapaxes(0, number).reshape(size, -1)[:, 0]
+        yield axis, links_of([(0, device.coords) for device in line], topology)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Attributes of a jax device that mesh_utils reads."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    platform: str = "tpu"
+
+
+def _devices(topology: Topology) -> list[Device]:
+    """All devices of one slice, in jax's order: x fastest, cores of a chip side by side."""
+    sides, cores = (*topology.sides, 1, 1)[:3], range(topology.chip.devices_per_chip)
+    places = itertools.product(*(range(side) for side in reversed(sides)), cores)
+    return [Device(number, (x, y, z), core, topology.chip.device_kinds[0]) for number, (z, y, x, core) in enumerate(places)]
 
 
 def _page(rows: list[Row], folder: Path) -> str:
     results = [Result(row, predict(row, path)) for row in rows if (path := folder / f"{row.name}.hlo").exists()]
     done = {result.row.name for result in results}
     within = sum(abs(result.error) <= AIM for result in results)
-    head = ["| row | published s | predicted s | error | within 15% | source |", "|---|---|---|---|---|---|"]
+    head = ["| row | published s | predicted s | error | within 15% | published MFU | source |", "|---|---|---|---|---|---|---|"]
     notes = {row.name: " ".join(_notes(row)) for row in rows if row.name in done}
     sections = {
+        "Highest published MFU": [MFU, *_best(rows)],
         "Where the predicted time goes": [*PARTS, *map(_parts, results)],
         "Rows outside 15%": [
             f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM
@@ -173,8 +229,26 @@ def _line(result: Result) -> str:
     how = "" if row.step_s is not None else f" (from {row.tflops:.0f} TFLOP/s)"
     return (
         f"| {row.name} | {row.seconds:.3f}{how} | {result.step.total_s:.3f} | {result.error:+.1%} | "
-        f"{'yes' if abs(result.error) <= AIM else 'no'} | {row.source} |"
+        f"{'yes' if abs(result.error) <= AIM else 'no'} | {_percent(row.published_mfu)} | {row.source} |"
     )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _best(rows: list[Row]) -> Iterator[str]:
+    """Lines of the table of the highest published MFU of each chip."""
+    yield "| chip | published MFU | as its page counts | row |"
+    yield "|---|---|---|---|"
+    best: dict[str, Row] = {}
+    for row in rows:
+        chip = row.topology.split(":")[0]
+        if (row.published_mfu or 0) > (best[chip].published_mfu or 0 if chip in best else 0):
+            best[chip] = row
+    for chip, row in best.items():
+        stated = row.tflops and row.tflops * 1e12 / topologies.parse(row.topology).chip.peak_bf16_flops
+        yield f"| {chip} | {_percent(row.published_mfu)} | {_percent(stated)} | {row.name} |"
 
 
 PARTS = (
@@ -199,6 +273,9 @@ def _notes(row: Row) -> Iterator[str]:
         yield row.note.strip()
 
 
+MFU = """Rows in bf16: model FLOPs over the peak, as `maxlm compile` counts them, with causal attention halved and nothing that is computed
+again. The pages that state TFLOP/s counted all of attention, and the embedding table.
+"""
 INTRO = """# Predicted and published step times
 
 {date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52),

@@ -223,9 +223,9 @@ def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_
     cycles = None
     if whole.exists():
         module = hlo.read(whole.read_text(encoding="utf-8"))
-        assert module.has_cycles and chip.clock_hz, whole
-        counted = sum(run.times * (run.op.cycles or 0) for run in module.executed() if run.op.target != hlo.PALLAS)
-        cycles = counted / chip.clock_hz + sum(found[kind] for kind in KERNELS) + found["exposed"]
+        assert module.has_cycles and case.machine.chip.clock_hz, whole
+        seconds = module.cycles(module.entry) / case.machine.chip.clock_hz
+        cycles = seconds + sum(found[kind] for kind in KERNELS) + found["exposed"]
     five = found["total_s"] + found["attention"] * (fifth_matmul(found["kernels"]) - 1)
     uneven = neutral(ruler, text.replace(RARELY, "counted_once"), chip.name)["total_s"]
     return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s))

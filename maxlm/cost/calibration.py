@@ -80,7 +80,7 @@ def calibrated(topology: Topology, path: Path, asked_by: str = OPTION) -> Topolo
     found = read(path, asked_by)
     if topology.is_tpu:
         raise UserError(
-            f"{asked_by} {path}: the time on {topology.name} is XLA's own estimate for TPUs, which no factor changes; leave it out."
+            f"{asked_by} {path}: {topology.name} is priced by shares counted for TPUs, which no factor of a file changes; leave it out."
         )
     if found.chip != topology.chip.name or found.factors is None:
         rule = f"was measured on {found.device_kind}, and {topology.name} is made of {topology.chip.name}"

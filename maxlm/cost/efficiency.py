@@ -3,11 +3,13 @@
 Shares are of the bf16 peak and of the stated HBM bandwidth of a chip in `maxlm.hardware.chips`, which has the shares of a single
 chip (`Reached`); pairs are (forward, backward).
 
-Our grouped matmuls on a TPU have a formula of their shapes, fitted to the counts of the kernel lab. The matrix unit works whole widths of
-its own. Where groups meet within a tile, rows around the boundary are computed for either group, in pieces that fill the unit less well.
-Copies between HBM and VMEM overlap with them; the shorter is hidden but for a share.
+Grouped matmuls on a TPU, ours and those of libraries, have one formula of their shapes, fitted to the counts of the kernel lab. The matrix
+unit works whole widths of its own. Where groups meet within a tile, rows around the boundary are computed for either group: of a library
+the whole tile, of ours pieces, which fill the unit less well. Copies between HBM and VMEM overlap with them; the shorter is hidden but for
+a share.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -19,7 +21,6 @@ from maxlm.parallel.expert_rows import EVEN
 # Our matmuls of a gated feed-forward layer: `maxlm kernels report --operation gated_mlp` finds 0.98 and 0.87 on v6e with its waits for HBM.
 # It finds 0.94 of XLA's own, which XLA says reach 0.86, so ours are charged a tenth more.
 GATED_SHARES = (0.89, 0.79)
-GROUPED_SHARE = 0.70  # grouped matmuls that are not ours: they reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # XLA's own large matmuls in a compiled program
 KERNEL_SHARE = 0.45  # other Pallas kernels
 HBM_SHARE = 0.9  # long copies
@@ -62,6 +63,7 @@ def gpu_hbm_share(chip: Chip) -> float:
 
 
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
+LIBRARY = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)  # of others': megablox, tokamax
 EXPOSED = 0.08  # share of the shorter of work and copies that the longer does not hide
 
 
@@ -74,6 +76,7 @@ class GroupedMatmul:
     wide: int
     groups: int
     part: str  # "forward", "by_transpose" or "transposed_dw"
+    ours: bool = True
 
     @property
     def flops(self) -> int:
@@ -86,7 +89,8 @@ class GroupedMatmul:
         """
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
-        rows = self.rows + chip.reached.group_edges[gradient] * (self.groups - 1)
+        edges = chip.reached.group_edges if self.ours else chip.reached.library_edges
+        rows = self.rows + edges[gradient] * (self.groups - 1)
         work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / (speed * chip.peak_bf16_flops_per_device)
         cores, columns = max(CORES.get(kind, 1) for kind in chip.device_kinds), self.wide if self.part == "forward" else self.deep
         if not gradient and columns % (cores * LANES):  # whole lanes cannot be shared between the cores: one computes all columns
@@ -98,7 +102,7 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     """The grouped matmul that a kernel of a program computes, by its name and arrays; None for any other operation."""
     match = NAMES.search(op.name)
     if match is None:
-        return None
+        return _read_library(op, computation) if LIBRARY.search(op.name) else None
     left, right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
     gradient, result = match[1] == "transposed_dw", op.shapes[0].dims
     rows = right[0] if gradient else left[0]
@@ -108,6 +112,23 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
         return GroupedMatmul(rows, result[0], right[1], result[1] // right[1], match[1])
     deep, wide = (left[1], result[1]) if match[1] == "forward" else (result[1], left[1])
     return GroupedMatmul(rows, deep, wide, right[-1] // wide, match[1])
+
+
+def _read_library(op: Op, computation: Computation) -> GroupedMatmul | None:
+    """A grouped matmul of a library: [M, K] by weights [G, K, N] or [G, N, K], or the gradient [G, K, N] of the weights; None if its
+    arrays are others.
+    """
+    arrays = [shape.dims for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    matrices, result = [dims for dims in arrays if len(dims) == 2], op.shapes[0].dims
+    if len(result) == 3:
+        groups, deep, wide = result
+        rows = max((math.prod(dims) // size for dims in matrices for size in (deep, wide) if size in dims), default=0)
+        return GroupedMatmul(rows, deep, wide, groups, "transposed_dw", ours=False) if rows else None
+    weights = max((dims for dims in arrays if len(dims) == 3), key=math.prod, default=None)
+    if weights is None or len(result) != 2:
+        return None
+    rows, wide = result
+    return GroupedMatmul(rows, math.prod(weights[1:]) // wide, wide, weights[0], "forward", ours=False)
 
 
 def _up(number: int, multiple: int) -> int:

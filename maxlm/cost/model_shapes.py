@@ -17,6 +17,7 @@ from maxlm.config.sections.offload_state import COPY
 from maxlm.config.sections.optimizer_state import HALVES
 from maxlm.config.table import state
 from maxlm.hardware.chips import Chip
+from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.models import parameter_axes
 from maxlm.models.decoder import Block
 from maxlm.models.mtp import FutureTokenModule
@@ -112,10 +113,16 @@ def attention_flops(model: ModelConfig, seq_len: int, depths: Iterable[int] | No
     return sum(mixer.pair_flops(seq_len) for mixer in _mixers(model, depths)) / 3
 
 
-def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> tuple[float, float]:
-    """FLOPs a token that the TPU kernels of all mixers are charged, (forward, backward)."""
-    charged = [mixer.kernel_flops(seq_len, chip.device_kinds[0]) for mixer in _mixers(model)]
-    return sum(forward for forward, _ in charged), sum(backward for _, backward in charged)
+def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> Mapping[float, tuple[float, float]]:
+    """FLOPs a token that the TPU kernels of all mixers are charged, (forward, backward), by the share of a causal mask's pairs that the
+    mixer's own mask leaves.
+    """
+    total: dict[float, tuple[float, float]] = {}
+    for mixer in _mixers(model):
+        share = mixer.mask.attended_pairs(seq_len) / CAUSAL.attended_pairs(seq_len)
+        before, charged = total.get(share, (0.0, 0.0)), mixer.kernel_flops(seq_len, chip.device_kinds[0])
+        total[share] = before[0] + charged[0], before[1] + charged[1]
+    return total
 
 
 def value_dim(model: ModelConfig) -> int:

@@ -11,20 +11,18 @@ from maxlm.hlo.hbm_traffic import MOVES, moved_bytes, works
 from maxlm.hlo.op_flops import (
     ATTENTION,
     OURS,
-    attention_flops,
+    causal_attention,
     computes_functions,
     flops_by_operands,
     is_backward,
     kernel_operands,
     matmul_flops,
-    only_scaled,
 )
 from maxlm.hlo.parser import PALLAS, Computation, Module, Op
 
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # calls in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
 _ROUNDING = re.compile(r"quantize_gated(_gradient)?")
-_GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
 _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
 _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of the name of our attention kernels for GPUs
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
@@ -56,7 +54,9 @@ class _Pricing:
 
 
 class TpuPricing(_Pricing):
-    """Seconds of operations on a TPU: XLA's own cycles, and for Pallas kernels the FLOPs that they state."""
+    """Seconds of operations on a TPU by one rule, whether a program has machine code or was only scheduled: matmuls and bytes at the shares
+    of peak that `facts.toml` states for the chip, kernels as their machine code was counted. XLA's own cycles are not part of a price.
+    """
 
     def __init__(self, module: Module, chip: Chip) -> None:
         super().__init__(module, chip, efficiency.HBM_SHARE)
@@ -67,51 +67,16 @@ class TpuPricing(_Pricing):
         """Seconds of the operation `op` of `computation`; 0 if the operation does no work."""
         if op.target == PALLAS:
             return self._kernel(op, computation)
-        if op.cycles is not None:
-            bounds = op.cycles / self.clock_hz, self._upper_bound(op, computation), self._counted(op, computation)
-            return max(min(bounds), self._lower_bound(op, computation))
-        if matmul_flops(self.module, op, computation):
-            seconds = self._upper_bound(op, computation) if self.module.has_cycles else self._unstated(op, computation)
-            return max(seconds, self._lower_bound(op, computation))
-        moves = op.opcode in MOVES if self.module.has_cycles else works(op)
-        return moved_bytes(self.module, op, computation) / self.hbm if moves else 0.0
-
-    def _unstated(self, op: Op, computation: Computation) -> float:
-        """Seconds of a matmul of a program without machine code, for which XLA has not stated cycles yet."""
+        if not works(op):
+            return 0.0
         flops = flops_by_operands(self.module, op, computation, self.tile, merged=True)
+        moved = moved_bytes(self.module, op, computation) / self.hbm
+        if not flops:
+            return moved
         share, unhidden = efficiency.scheduled_matmul(self.chip, raised_vmem=self.module.raised_vmem)
-        matmuls, moved = self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm
+        matmuls = self.matmul_s(flops) / share
         exposed = unhidden * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
         return HBM_LATENCY_S + max(matmuls, moved) + exposed
-
-    def _upper_bound(self, op: Op, computation: Computation) -> float:
-        """Upper bound: seconds of its matmuls and of all that it reads and writes, which overlap unless the vector unit holds both up.
-
-        XLA's cycles may exceed it, and the machine code of libtpu 0.0.51 does not: a sum over an array is charged 10.05 ms and moves it in
-        1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e). On v6e XLA
-        charges matmuls of 768 columns twice what their code takes (`tools/count_step.py runs/gpt2-124m-v6e-8`, docs/benchmarks.md).
-        """
-        flops = flops_by_operands(self.module, op, computation, self.tile)
-        matmuls, moved = self.matmul_s(flops) / efficiency.MATMUL_SHARE, moved_bytes(self.module, op, computation) / self.hbm
-        counted = all(operands == "bf16" for operands in flops)  # of other formats only what `_counted` says
-        overlap = counted and not computes_functions(self.module, op, computation)
-        return HBM_LATENCY_S + (max(matmuls, moved) if overlap else matmuls + moved)
-
-    def _counted(self, op: Op, computation: Computation) -> float:
-        """Seconds of a matmul of 8-bit arrays followed by scaling and rounding alone, where machine code was counted; else infinite.
-
-        Its copies overlap the matmul, and it takes what XLA's estimate may miss by half.
-        """
-        flops = flops_by_operands(self.module, op, computation, self.tile)
-        shares = [self.chip.reached.scaled_matmuls.get(format_of(operands)) for operands in flops]
-        if not flops or None in shares or not only_scaled(self.module, op):
-            return math.inf
-        return HBM_LATENCY_S + max(self.matmul_s(flops) / min(filter(None, shares)), moved_bytes(self.module, op, computation) / self.hbm)
-
-    def _lower_bound(self, op: Op, computation: Computation) -> float:
-        """Seconds of its matmuls in 8 bits at the speed of the largest: XLA counts too few cycles for formats that a chip does not have."""
-        flops = flops_by_operands(self.module, op, computation)
-        return self.matmul_s({operands: number for operands, number in flops.items() if format_of(operands) != "bf16"})
 
     def kind(self, op: Op, computation: Computation) -> str:
         """Kind of `op`, as in `OpCost`."""
@@ -129,10 +94,10 @@ class TpuPricing(_Pricing):
     def _kernel_flops(self, op: Op, computation: Computation) -> int:
         if grouped := efficiency.read(op, computation):
             return grouped.flops
-        causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
+        causal = causal_attention(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else None
         if op.stated is None:
-            return causal
-        return min(op.stated.flops, causal) if causal else op.stated.flops  # some state every pair, those that the mask hides as well
+            return causal.flops if causal else 0
+        return min(op.stated.flops, causal.flops) if causal else op.stated.flops  # some state every pair, also those that the mask hides
 
     def _kernel(self, op: Op, computation: Computation) -> float:
         name = op.name.split(".")[0]
@@ -146,19 +111,24 @@ class TpuPricing(_Pricing):
             (self.assumed if flops else self.uncharged).add(name)
         share = efficiency.KERNEL_SHARE
         if _is_attention(op):
-            ours = self.chip.reached.our_attention if OURS.search(op.name) else None
-            share = (ours or self.chip.reached.attention)[is_backward(op.name)]
+            share = self._attention_share(op, computation, sum(flops.values()))
         elif _GATED.search(name):
             share = efficiency.GATED_SHARES[is_backward(op.name)]
-        elif _GROUPED.search(name):
-            share = efficiency.GROUPED_SHARE
         elif _MATMUL.search(name):
             share = efficiency.MATMUL_SHARE
         return max(self.matmul_s(flops) / share, moved / self.hbm)
 
+    def _attention_share(self, op: Op, computation: Computation, flops: int) -> float:
+        """Share of peak at the length of the causal sequence in which a query meets as many keys as it does here, where a window is less
+        and a call that no mask cuts is more than the length of the sequence.
+        """
+        reached, shapes = self.chip.reached, causal_attention(op, computation)
+        length = shapes.keys * flops / shapes.flops if shapes and flops else math.inf
+        return (reached.our_attention if OURS.search(op.name) else reached.attention).at(length, backward=is_backward(op.name))
+
 
 def _is_attention(op: Op) -> bool:
-    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
+    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not efficiency.LIBRARY.search(op.name)
 
 
 class GpuPricing(_Pricing):

@@ -1,12 +1,13 @@
 """Replay the schedule of a compiled program on one chip, to find which communication compute hides and which it waits for.
 
 A chip computes one thing at a time. What was started asynchronously goes on meanwhile, one collective at a time over the same links; its
--done waits for what is left of it, and that wait is exposed. What runs synchronously is exposed from beginning to end.
+-done waits for what is left of it, and that wait is exposed. What runs synchronously is exposed from beginning to end. The SparseCore
+gathers, scatters and copies at the speed of HBM; only what the chip waits of it takes compute time.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from maxlm.cost.network import RENDEZVOUS, Collective, Network, is_collective
@@ -58,9 +59,15 @@ class Segment:
 
 @dataclass
 class _Flight:
-    collective: Collective
+    """A collective, or work of the SparseCore, under way."""
+
+    under_way: Collective | Timed
     begin: float
     end: float
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self.under_way.lanes if isinstance(self.under_way, Collective) else ("sparsecore",)
 
 
 class Replay:
@@ -95,7 +102,7 @@ class _Turn:
         self.flying: dict[str, _Flight] = {}
         self.arriving = carried  # by the place in the loop's tuple
         self.carried: dict[int, _Flight] = {}
-        self.free: dict[str, float] = {lane: flight.end for flight in carried.values() for lane in flight.collective.lanes}
+        self.free: dict[str, float] = {lane: flight.end for flight in carried.values() for lane in flight.lanes}
 
     def go(self) -> "_Turn":
         """Replay all operations in order."""
@@ -103,12 +110,12 @@ class _Turn:
             self._step(op)
         for index, name in self._handed_on():
             flight = self.flying.pop(name)
-            self.carried[index] = _Flight(flight.collective, flight.begin - self.now, flight.end - self.now)
+            self.carried[index] = _Flight(flight.under_way, flight.begin - self.now, flight.end - self.now)
         for name in tuple(self.flying):  # not awaited here: it must end before this computation does
             self._land(self.flying.pop(name))
         for index, flight in self.carried.items():
-            if index not in self.arriving:  # no iteration of this loop waits for it
-                self.segment.spans.append(CollectiveSpan(flight.collective, 0.0, self.now + flight.begin, self.now + flight.end))
+            if index not in self.arriving and isinstance(flight.under_way, Collective):  # no iteration of this loop waits for it
+                self.segment.spans.append(CollectiveSpan(flight.under_way, 0.0, self.now + flight.begin, self.now + flight.end))
         self.segment.seconds = self.now
         return self
 
@@ -119,6 +126,10 @@ class _Turn:
         elif rendezvous:
             if rendezvous in self.flying:
                 self._land(self.flying.pop(rendezvous))
+        elif op.opcode == "async-start" and not op.operands:
+            pass  # prepares the SparseCore; the update gives it its operands
+        elif op.opcode == "async-update" and not (begun := self.computation.operand(op, 0)).operands:
+            self._start(begun)
         elif op.opcode.endswith("-start"):
             self._start(op)
         elif op.opcode.endswith("-done"):
@@ -152,10 +163,16 @@ class _Turn:
         if host:
             self._fly(op.name, host)
         how = "sparsecore" if 'async_execution_thread="sparsecore"' in op.attributes else "async"
-        for callee in module.called(op):
-            for run in module.executed(callee):  # in programs for several slices it is in a call of the call
-                if is_collective(run.op):
-                    self._fly(op.name, network.collective(run.op, how, module.computations[run.computation]))
+        # in programs for several slices it is in a call of the call
+        runs = [(run.op, module.computations[run.computation]) for callee in module.called(op) for run in module.executed(callee)]
+        for inner, computation in runs:
+            if is_collective(inner):
+                self._fly(op.name, network.collective(inner, how, computation))
+        if how == "sparsecore" and op.name not in self.flying:
+            work = [Timed(inner, computation, self.replay.seconds_of(inner, computation)) for inner, computation in runs if works(inner)]
+            seconds = sum(timed.seconds for timed in work)
+            if seconds > 0:
+                self._take_off(op.name, max(work, key=lambda timed: timed.seconds), seconds)
 
     def _fusion(self, op: Op) -> None:
         """A fusion may begin a collective, carry one that is under way, wait for it, or hold one from beginning to end."""
@@ -178,15 +195,19 @@ class _Turn:
             kernels = [inner for inner in computation.ops if inner.target == PALLAS]
             for kernel in kernels:  # which carries the collective
                 self._compute(kernel, computation)
-            stated = op.cycles is not None if self.replay.module.has_cycles else any(works(inner) for inner in computation.ops)
-            if kernels or not stated:
+            if kernels or not any(works(inner) for inner in computation.ops):
                 return  # it does nothing else
         self._compute(op, self.computation)
 
     def _fly(self, name: str, collective: Collective) -> None:
-        begin = max([self.now, *(self.free.get(lane, 0.0) for lane in collective.lanes)])
-        self.free.update(dict.fromkeys(collective.lanes, begin + collective.seconds))
-        self.flying[name] = _Flight(collective, begin, begin + collective.seconds)
+        self._take_off(name, collective, collective.seconds)
+
+    def _take_off(self, name: str, under_way: Collective | Timed, seconds: float) -> None:
+        flight = _Flight(under_way, 0.0, 0.0)
+        flight.begin = max([self.now, *(self.free.get(lane, 0.0) for lane in flight.lanes)])
+        flight.end = flight.begin + seconds
+        self.free.update(dict.fromkeys(flight.lanes, flight.end))
+        self.flying[name] = flight
 
     def _wait(self, op: Op) -> None:
         if op.start:
@@ -200,7 +221,10 @@ class _Turn:
     def _land(self, flight: _Flight) -> None:
         exposed = max(0.0, flight.end - self.now)
         self.now += exposed
-        self.segment.spans.append(CollectiveSpan(flight.collective, exposed, flight.begin, flight.end))
+        if isinstance(flight.under_way, Collective):
+            self.segment.spans.append(CollectiveSpan(flight.under_way, exposed, flight.begin, flight.end))
+        elif exposed > 0:
+            self.segment.timed.append(replace(flight.under_way, seconds=exposed))
 
     def _synchronous(self, collective: Collective) -> None:
         self._fly(collective.name, collective)

@@ -1,8 +1,7 @@
 """Predicted time of one step of a compiled program, by kind of operation.
 
-Compute is XLA's own estimate in cycles, loops times their trip count, but never more than its matmuls plus its bytes take; Pallas kernels,
-which XLA cannot see into, are charged the cost they state; communication is what the replay of the schedule finds exposed. Nothing is
-measured. For GPUs, XLA estimates nothing: see `pricing`.
+Operations cost what `pricing` says, loops times their trip count; communication is what the replay of the schedule finds exposed. Nothing
+is measured. XLA's own estimate, in cycles, is summed as a second opinion where a program has it.
 """
 
 import heapq
@@ -83,6 +82,7 @@ class StepCost:
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
     formats: tuple[FormatCost, ...] = ()  # longest first
+    xla_s: float | None = None  # what XLA's own cycles say of all but kernels and communication; None without machine code, and of GPUs
 
     @property
     def compute_s(self) -> float:
@@ -149,6 +149,7 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
         top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
         traffic=_traffic(spans),
         formats=_formats(timed, pricing),
+        xla_s=module.cycles(module.entry) / network.chip.clock_hz if module.has_cycles and network.chip.clock_hz else None,
     )
 
 

@@ -84,16 +84,32 @@ class Achieved:
 
 
 @dataclass(frozen=True)
+class AttentionShare:
+    """Share of peak of attention kernels by the length of a sequence: `limit` / (1 + `tokens` / length), one pair for each pass.
+
+    A longer sequence has fewer blocks that the diagonal cuts, and less of what a block of queries takes once.
+    """
+
+    forward: tuple[float, float]  # (limit, tokens)
+    backward: tuple[float, float]
+
+    def at(self, length: float, *, backward: bool) -> float:
+        """Share of the bf16 peak, of FLOPs over the pairs that masks leave, at `length` tokens."""
+        limit, tokens = self.backward if backward else self.forward
+        return limit / (1 + tokens / length)
+
+
+@dataclass(frozen=True)
 class Reached:
     """Shares of peak that programs for a TPU reach, as `facts.toml` explains them; the defaults are assumed for chips without an entry."""
 
-    attention: tuple[float, float] = (0.45, 0.7)
-    our_attention: tuple[float, float] | None = None
+    attention: AttentionShare = AttentionShare((0.45, 0), (0.7, 0))
+    our_attention: AttentionShare = AttentionShare((0.45, 0), (0.7, 0))
     predicted_matmul: float = 0.88
     scheduled_matmul: tuple[float, float] = (0.9, 0.5)
-    scaled_matmuls: Mapping[str, float] = field(default_factory=dict, hash=False)
     rounding_cycles: tuple[float, float] = (0.0, 0.0)
     group_edges: tuple[int, int] = (128, 300)
+    library_edges: tuple[int, int] = (512, 1000)
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,15 @@ def facts() -> dict[str, Any]:
 
 def _chip(row: Mapping[str, Any]) -> Chip:
     stated = {name: row[name] for name in (field.name for field in fields(Chip)) if name in row}
-    reached: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.get("reached", {}).items()}
+    reached = {name: _reached(value) for name, value in row.get("reached", {}).items()}
     return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"]), "reached": Reached(**reached)})
+
+
+def _reached(value: Any) -> Any:
+    """A value of `reached`: pairs are tuples, and a table is attention's."""
+    if isinstance(value, dict):
+        return AttentionShare(**{name: tuple(pair) for name, pair in value.items()})
+    return tuple(value) if isinstance(value, list) else value
 
 
 CHIPS = tuple(map(_chip, facts()["chip"]))

@@ -1,30 +1,33 @@
-"""Step times of published runs with our estimates of them, and the correction that they suggest for other estimates. No jax here.
+"""Step times of published runs, our estimates of them, and the correction that they give to other estimates. No jax here.
 
-The rows, in published_runs.toml, are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of
-`maxlm plan`, of docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a
-correction is stated in addition to the estimate, which stays as it is.
+The rows, in published_runs.toml, are the tables of docs/truth.md (MaxText's own programs, compiled for TPUs) and of docs/truth_gpu.md (the
+analytic model of `maxlm plan`). A correction is fitted to all of them by one rule, and its error is how far it misses rows that it was not
+fitted to: each is left out in turn and predicted from the others.
 """
 
+import math
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat, chip_named
 
-ENOUGH = 3  # runs of a chip and format, for a correction of its own
-APART = 0.15  # of the median ratio: runs that differ more are stated one by one, after the range of the others
+OTHERS = 1  # runs of a chip that those of all chips of its family weigh as much as
+COVERAGE = 0.9  # share of the runs that lie inside the stated error when they are left out
 
 
 @dataclass(frozen=True)
 class PublishedRun:
     """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
 
-    `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled program. `waits`: for its host, by
-    the estimate, for more than a tenth of the step; such estimates err in copies that others lack, so no correction counts it.
+    `host_s`: seconds of the prediction in which the chip waits for its host as today's compiler schedules the copies, where the run's own,
+    older compiler hid them (`host_hidden` in tools/truth_rows.yml); `ratio` is without them. `experts`: of a mixture of experts.
+    `modelled`: predicted by the analytic model, not from a compiled program. `mfu`: as published, causal attention counted half; None where
+    the page of the run does not have what it takes to compute it.
     """
 
     name: str
@@ -32,116 +35,123 @@ class PublishedRun:
     format: str  # as in PEAK_NAMES
     predicted_s: float
     published_s: float
+    host_s: float = 0.0
     experts: bool = False
     modelled: bool = False
-    waits: bool = False
+    mfu: float | None = None
 
     @property
     def ratio(self) -> float:
         """Published over predicted seconds."""
-        return self.published_s / self.predicted_s
+        return self.published_s / (self.predicted_s - self.host_s)
+
+    @property
+    def family(self) -> str:
+        """`TPUs` or `GPUs`."""
+        return family_of(chip_named(self.chip))
 
 
-ROWS = Path(__file__).with_name("published_runs.toml")  # written by `python tools/published_runs.py` from the tables of the three pages
+ROWS = Path(__file__).with_name("published_runs.toml")  # written by `python tools/published_runs.py` from the tables of the pages
 RUNS = tuple(PublishedRun(**row) for row in tomllib.loads(ROWS.read_text(encoding="utf-8"))["run"])
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Ratios of published runs to our estimates of them, for estimates of one chip and format.
+    """Factor of the step time for estimates of one chip and format, and its error.
 
-    `of`: what is estimated, as in `v5p` or `experts on tpu7x in fp8`. `ratios`: of the runs that it rests on, ascending; none for GPUs
-    with measured shares of peak. `own`: runs of just that. `basis`: what it rests on if there are too few of them. `modelled`: True if the
-    analytic model predicted all of them.
+    `of`: what is estimated, as in `v5p` or `experts on tpu7x in fp8`. `own`: number of runs of that chip and kind, in any format. `ratios`:
+    published over predicted seconds, ascending, of all runs that the factor rests on; none where shares of peak were measured on the
+    machine. `inside`: number of runs that lie within `error` when they are left out, of `checked`.
     """
 
     of: str
-    ratios: tuple[float, ...]
-    own: int
-    basis: str = ""
-    modelled: bool = False
-
-    @cached_property
-    def middle(self) -> float:
-        """Median ratio: the factor of the step time that days and costs are counted with."""
-        return statistics.median(self.ratios) if self.ratios else 1.0
-
-    @property
-    def near(self) -> tuple[float, ...]:
-        """Ratios within `APART` of the median; all if there are none."""
-        return tuple(ratio for ratio in self.ratios if abs(ratio / self.middle - 1) <= APART) or self.ratios
-
-    @property
-    def apart(self) -> tuple[float, ...]:
-        """The other ratios."""
-        return tuple(ratio for ratio in self.ratios if ratio not in self.near)
+    family: str
+    ratios: tuple[float, ...] = ()
+    own: int = 0
+    middle: float = 1.0
+    error: float = 0.0
+    inside: int = 0
+    checked: int = 0
 
     @property
     def range(self) -> tuple[float, float]:
-        """Lowest and highest of the near ratios."""
-        return (self.near[0], self.near[-1]) if self.near else (1.0, 1.0)
+        """Factors at both ends of the error."""
+        return self.middle * (1 - self.error), self.middle * (1 + self.error)
 
     @property
     def sentence(self) -> str:
-        """`5 of 6 published runs on v5p took 1% to 8% more time than such estimates, the other 22% less`, or what is not known."""
+        """`published runs took 1.05 times such estimates (6 of v5p, 24 others); each predicted from the others, 27 of 30 were within 10%`,
+        or what is not known.
+        """
         if not self.ratios:
             return f"no published run checks shares of peak that were measured on this machine ({self.of})"
-        few = {0: "no published run checks", 1: "only one published run checks"}.get(self.own, f"only {self.own} published runs check")
-        head = f"{few} {self.of}; " if self.basis else ""
-        return f"{head}{self._counts(self.basis or self.of)}"
-
-    def _counts(self, what: str) -> str:
-        near, apart = self.near, self.apart
-        count = f"{len(near)} of {len(self.ratios)}" if apart else f"{len(near)}"
-        estimates = "the analytic model's estimates" if self.modelled else "such estimates"
-        link = "of" if what.startswith("experts") else "on"
-        text = f"{count} published runs {link} {what} took {_between(near[0], near[-1])} time than {estimates}"
-        *more, last = [_off(ratio) for ratio in apart] or [""]
-        each = f"{', '.join(more)} and {last}" if more else last
-        return f"{text}, the other{'s' if more else ''} {each}" if apart else text
+        others = len(self.ratios) - self.own
+        counted = f"{self.own or 'none'} of {self.of}{f', {others} others' if others else ''}"
+        fit = f"each predicted from the others, {self.inside} of {self.checked} were within {self.error:.0%}"
+        return f"published runs took {self.middle:.2f} times such estimates ({counted}); {fit}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: ratios of published to predicted seconds."""
         low, high = self.range
-        figures = {"low": low, "middle": self.middle, "high": high, "apart": list(self.apart)}
-        return {"of": self.of, "runs": len(self.ratios), "own_runs": self.own, "modelled": self.modelled, **figures, "says": self.sentence}
+        figures = {"low": low, "middle": self.middle, "high": high, "error": self.error, "inside": self.inside, "checked": self.checked}
+        return {"of": self.of, "runs": len(self.ratios), "own_runs": self.own, **figures, "says": self.sentence}
 
 
 def correction(chip: Chip, format: MatmulFormat, *, experts: bool, runs: Sequence[PublishedRun] = RUNS) -> Correction:
-    """The correction of estimates of `chip` with matmuls in `format`: by its own published runs if there are `ENOUGH`, else by runs of the
-    chip in bf16, else by runs of all TPUs or all GPUs. For models with `experts` in this order by runs of experts, then by the others.
-    """
-    name = PEAK_NAMES[format]
-    of = _what(chip.name, name, experts)
+    """The correction of estimates of `chip` with matmuls in `format`, of a model with `experts` or without."""
+    name, family = PEAK_NAMES[format], family_of(chip)
+    of = f"{'experts on ' if experts else ''}{chip.name}{'' if name == 'bf16' else f' in {name}'}"
     if chip.achieved.source:
-        return Correction(of, (), 0)
-    kind = "GPUs" if chip.clock_hz is None else "TPUs"
-    alike = [run for run in runs if (chip_named(run.chip).clock_hz is None) == (chip.clock_hz is None) and not run.waits]
-    choices: list[tuple[str, list[PublishedRun]]] = []
-    for mixed in (True, False) if experts else (False,):
-        some = [run for run in alike if run.experts == mixed]
-        choices += [
-            (_what(chip.name, one, mixed), [run for run in some if (run.chip, run.format) == (chip.name, one)]) for one in (name, "bf16")
-        ]
-        choices.append((_what(kind, "bf16", mixed), some))
-    own = len(choices[0][1])
-    basis, chosen = next((basis, some) for basis, some in choices if len(some) >= ENOUGH)
-    ratios = tuple(sorted(run.ratio for run in chosen))
-    return Correction(of, ratios, own, "" if basis == of else basis, all(run.modelled for run in chosen))
+        return Correction(of, family)
+    rested = [run for run in runs if run.family == family and run.experts == experts] or [run for run in runs if run.experts == experts]
+    own = sum(run.chip == chip.name for run in rested)
+    fit = stated_error(left_out(tuple(runs), family, experts=experts).values())
+    if all(run.chip != chip.name for run in runs):  # as chips of dense runs are predicted that have no run
+        fit = max(fit, stated_error(left_out(tuple(runs), family, experts=False, whole_chips=True).values()))
+    ratios = tuple(sorted(run.ratio for run in rested))
+    return Correction(of, family, ratios, own, factor(chip.name, runs, experts=experts), *fit)
 
 
-def _what(where: str, format: str, experts: bool) -> str:
-    """`experts on tpu7x in fp8`, `v5p`."""
-    return f"{'experts on ' if experts else ''}{where}{'' if format == 'bf16' else f' in {format}'}"
+def stated_error(errors: Iterable[float]) -> tuple[float, int, int]:
+    """(error in whole percent that `COVERAGE` of the errors lie within, number of those within, number of all)."""
+    sizes = sorted(abs(error) for error in errors)
+    error = math.ceil(100 * sizes[math.ceil(COVERAGE * len(sizes)) - 1]) / 100
+    return error, sum(size <= error for size in sizes), len(sizes)
 
 
-def _off(ratio: float) -> str:
-    return f"{abs(ratio - 1):.0%} {'more' if ratio >= 1 else 'less'}"
+def family_of(chip: Chip) -> str:
+    """`TPUs` or `GPUs`."""
+    return "GPUs" if chip.clock_hz is None else "TPUs"
 
 
-def _between(low: float, high: float) -> str:
-    """`1% to 8% more`, `10% less to 4% more`."""
-    if (low >= 1) != (high >= 1):
-        return f"{_off(low)} to {_off(high)}"
-    first, last = sorted((low, high), key=lambda ratio: abs(ratio - 1))
-    return f"{abs(first - 1):.0%} to {_off(last)}"
+def factor(chip: str, runs: Sequence[PublishedRun], *, experts: bool) -> float:
+    """Published over predicted seconds of a step on `chip`: the geometric mean of the median of its own dense runs, as often as there are
+    runs, and of the median of all dense runs of its family, as `OTHERS`. Of experts times the same mean of what their runs are above it.
+    """
+    family = family_of(chip_named(chip))
+    dense = [(run.chip, run.ratio) for run in runs if run.family == family and not run.experts]
+    if not experts:
+        return _mean(chip, dense)
+    above = [(run.chip, run.ratio / factor(run.chip, runs, experts=False)) for run in runs if run.experts]
+    return _mean(chip, dense) * _mean(chip, above)
+
+
+def _mean(chip: str, ratios: Sequence[tuple[str, float]]) -> float:
+    own = [ratio for where, ratio in ratios if where == chip]
+    if not ratios:
+        return 1.0
+    weighed = OTHERS * math.log(statistics.median(ratio for _, ratio in ratios))
+    return math.exp((weighed + (len(own) * math.log(statistics.median(own)) if own else 0.0)) / (OTHERS + len(own)))
+
+
+@lru_cache(maxsize=32)
+def left_out(runs: tuple[PublishedRun, ...], family: str, *, experts: bool, whole_chips: bool = False) -> Mapping[str, float]:
+    """Relative error of every run of a family and kind, published over corrected less 1, when the factor is fitted without it, or
+    without any run of its chip. Of experts on GPUs, of which no run is published, those of TPUs.
+    """
+    kind = [run for run in runs if run.experts == experts]
+    found = {}
+    for run in [run for run in kind if run.family == family] or kind:
+        rest = [other for other in runs if (other.chip != run.chip if whole_chips else other is not run)]
+        found[run.name] = run.ratio / factor(run.chip, rest, experts=experts) - 1
+    return found

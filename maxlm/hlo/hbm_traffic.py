@@ -28,28 +28,31 @@ def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
         return 2 * op.bytes
     scratch = op.shapes[-1] if op.is_library_matmul else None
     unwritten = scratch.bytes if scratch is not None and scratch.dtype == "s8" and len(scratch.dims) == 1 else 0
-    return op.bytes - unwritten + sum(computation.by_name[name].bytes for name in op.operands if name in computation.by_name)
+    read = [computation.by_name[name].bytes for name in op.operands if name in computation.by_name]
+    if op.opcode == "gather":
+        read[:1] = [op.bytes]
+    return op.bytes - unwritten + sum(read)
 
 
 def _read(module: Module, body: Computation, value: Op) -> int:
     """Bytes of `value` that the fused computation reads, by itself or in a fusion inside it: not what it hands on, nor what a collective
     inside it sends.
     """
-    total = 0
+    parts = [0]
     users = ((op, place) for op in body.ops for place, name in enumerate(op.operands) if name == value.name)
     for user, place in users:
         if user.opcode == "bitcast" or _looks(module, user, place):
-            total += _read(module, body, user)
+            parts.append(_read(module, body, user))
         elif user.opcode == "tuple" or user.groups:
             continue
         elif user.opcode == "fusion":
             inner = module.computations[user.calls[0]]
-            total += _read(module, inner, next(op for op in inner.ops if op.opcode == "parameter" and op.index == place))
-        elif user.opcode in ("dynamic-slice", "slice") and place == 0:
-            total += user.bytes
+            parts.append(_read(module, inner, next(op for op in inner.ops if op.opcode == "parameter" and op.index == place)))
+        elif user.opcode in ("dynamic-slice", "slice", "gather") and place == 0:
+            parts.append(user.bytes)
         elif user.opcode != "dynamic-update-slice" or place != 0:
             return value.bytes
-    return min(total, value.bytes)
+    return max(min(sum(parts), value.bytes), *parts)  # a gather may read a row often
 
 
 def _looks(module: Module, op: Op, place: int) -> bool:

@@ -17,12 +17,10 @@ _LANES = 128  # of a TPU's vector
 _SMALL = 1000  # times smaller than the largest operand: no matrix of a matmul
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
-_PASSED_ON = {"parameter", "constant", "bitcast", "copy", "reshape", "get-tuple-element", "tuple"}  # a copy: to other tiles
 _FUNCTIONS = {  # which a TPU computes in another unit than sums and products, fewer of them a cycle
     "cosine", "divide", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "rsqrt", "sine", "sqrt",
     "tanh",
 }  # fmt: skip
-_SCALING = {"broadcast", "convert", "multiply", "divide"}  # operations on sums of a matmul that are only scaled
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -82,19 +80,6 @@ def _inside(module: Module, op: Op) -> Iterator[Op]:
             yield from _inside(module, inner)
 
 
-def only_scaled(module: Module, op: Op) -> bool:
-    """True for a fusion with a matmul of 8-bit arrays as they come, and at most products, quotients and rounding of its results."""
-    bodies = [module.computations[callee] for callee in op.calls] if op.opcode == "fusion" else []
-    return bool(bodies) and all(_scales(module, inner, body) for body in bodies for inner in body.ops)
-
-
-def _scales(module: Module, op: Op, body: Computation) -> bool:
-    if op.opcode in ("dot", "convolution"):
-        return all(body.operand(op, place).shapes[0].bits <= 8 for place in (0, 1))
-    scaled = op.opcode in _SCALING and op.shapes[0].bits > 8  # of 8 bits are operands
-    return scaled or op.opcode in _PASSED_ON or only_scaled(module, op)
-
-
 def kernel_operands(op: Op, computation: Computation) -> str:
     """Dtypes of the two narrowest matrices that a kernel reads, as `Dot` writes them: scales and what it adds are wider, and what says
     which blocks of a mask are empty (splash attention has it in 8 bits) is far smaller than the largest.
@@ -106,35 +91,43 @@ def kernel_operands(op: Op, computation: Computation) -> str:
     return _pair(*(shape.dtype for shape in matrices[:2])) if len(matrices) > 1 else ""
 
 
-def attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 if they are not recognised.
+@dataclass(frozen=True)
+class CausalAttention:
+    """Shapes of one call of an attention kernel: `keys` tokens, and the FLOPs over the pairs that a causal mask leaves."""
+
+    keys: int
+    flops: int
+
+
+def causal_attention(op: Op, computation: Computation) -> CausalAttention | None:
+    """An attention kernel's shapes, from its queries and keys; None if they are not recognised.
 
     Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
     """
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     if OURS.search(op.name):
-        return _our_attention_flops(op, [shape for shape in arrays if len(shape.dims) == 4])
+        return _our_attention(op, [shape for shape in arrays if len(shape.dims) == 4])
     heads = [s for s in arrays if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3 and _head_dim(s)]
     if len(heads) < 2:
-        return 0
+        return None
     query, key = heads[:2]
     results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
     backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
-    matmuls = backward if is_backward(op.name) else 2
-    return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+    matmuls, keys = backward if is_backward(op.name) else 2, key.dims[-1] * key.dims[-2] // _head_dim(key)
+    return CausalAttention(keys, matmuls * query.elements * keys)  # 2 FLOPs a multiply-add, half of the pairs
 
 
-def _our_attention_flops(op: Op, heads_first: list[Shape]) -> int:
-    """FLOPs of our attention kernels. Their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim].
+def _our_attention(op: Op, heads_first: list[Shape]) -> CausalAttention | None:
+    """Shapes of our attention kernels. Their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim].
     A head dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
     """
     if len(heads_first) < 3:
-        return 0
+        return None
     queries, _, values = heads_first[:3]
     batch, heads, tokens, head_dim = queries.dims
     keys, results = (-(-dim // _LANES) * _LANES for dim in (head_dim, values.dims[-1]))
-    return batch * heads * tokens**2 * (3 * keys + 2 * results if is_backward(op.name) else keys + results)
+    return CausalAttention(tokens, batch * heads * tokens**2 * (3 * keys + 2 * results if is_backward(op.name) else keys + results))
 
 
 def _head_dim(shape: Shape) -> int:

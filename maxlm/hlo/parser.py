@@ -50,6 +50,7 @@ _AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop with a trip
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
 _INTEGER = re.compile(r"-?\d+")
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
+SPARSE_CORE = "TODO(b/522284627)"  # target of the custom call that libtpu 0.0.52 wraps around what the SparseCore runs
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
 INLINED = ("fusion", "call")  # runs another computation once, and its result is that root
@@ -193,7 +194,7 @@ class Module:
             return op.calls[:1]
         if op.opcode == "conditional":
             return (max(op.calls, key=self._work),)
-        if op.opcode == "call" or (op.opcode.endswith("-start") and not op.groups):
+        if op.opcode == "call" or op.target == SPARSE_CORE or (op.opcode.endswith("-start") and not op.groups):
             return op.calls[:1]
         return ()
 

@@ -7,7 +7,8 @@ others measured, or that `maxlm plan --calibrate` did.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
@@ -19,7 +20,7 @@ from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.quantized_matmuls import quantization_of
-from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES, Chip, MatmulFormat
+from maxlm.hardware.chips import MOST_VMEM_BYTES, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
@@ -53,6 +54,7 @@ MERGED_BYTES = 73  # a number of attention's output, for each other device of `c
 ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up in, each time
 
 HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
+FORWARD, GRADIENT = ("forward",), ("by_transpose", "transposed_dw")  # parts of a grouped matmul
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 
 
@@ -204,11 +206,14 @@ class Analytic:
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
             return gpu_attention.seconds_a_token(model, self.config.data.seq_len, chip, not self.writes_scores, self.peak, self.hbm)
-        at = self.config.data.seq_len // parts, model.head_dim
-        ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
-        forward, backward = (chip.reached.our_attention if ours else None) or chip.reached.attention
-        work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)
-        return work_forward / forward / self.peak, work_backward / backward / self.peak
+        length = self.config.data.seq_len // parts
+        ours = not self.splash and any(not why_not(length, model.head_dim, kind, self.number) for kind in chip.device_kinds)
+        shares, met = chip.reached.our_attention if ours else chip.reached.attention, length * min(parts, 2)  # most chunks meet whole ones
+        forward_s = backward_s = 0.0
+        for left, (forward, backward) in model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip).items():
+            forward_s += forward / (shares.at(left * met, backward=False) * self.peak)
+            backward_s += backward / (shares.at(left * met, backward=True) * self.peak)
+        return forward_s, backward_s
 
     def recomputes(self, layout: Layout, matmul: Matmul) -> bool:
         """True if a matmul of a layer is recomputed, since its result was not kept."""
@@ -242,30 +247,41 @@ class Analytic:
         sizes = dict(mesh)
         forward, gradient = self.quantized.formats
         return tuple(
-            (kind, matmul, self._in_layers_s(rows, kind, matmul, sizes, forward), self._in_layers_s(rows, kind, matmul, sizes, gradient))
+            (
+                kind,
+                matmul,
+                self._in_layers_s(rows, kind, matmul, sizes, forward, FORWARD),
+                self._in_layers_s(rows, kind, matmul, sizes, gradient, GRADIENT),
+            )
             for kind in self.layers
             for matmul in kind.matmuls
         )
 
-    def _in_layers_s(self, rows: int, kind: LayerKind, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat) -> float:
+    def _in_layers_s(
+        self, rows: int, kind: LayerKind, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat, parts: Sequence[str]
+    ) -> float:
         low = self.quantized.layers(kind, matmul)
         high = len(kind.depths) - low
-        wide = high * self._in_layer_s(rows, matmul, sizes) if high else 0.0
-        return wide + (low * self._in_layer_s(rows, matmul, sizes, format) if low else 0.0)
+        wide = high * self._in_layer_s(rows, matmul, sizes, "bf16", parts) if high else 0.0
+        return wide + (low * self._in_layer_s(rows, matmul, sizes, format, parts) if low else 0.0)
 
-    def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat = "bf16") -> float:
+    def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat, parts: Sequence[str]) -> float:
         tensor = sizes["tensor"]
         if matmul.experts:
-            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes, format)
+            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes, format, parts)
         passes = PASSES["highest"] if matmul.name == ROUTER and self.number == 2 else 1
         return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor), format)
 
-    def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat) -> float:
-        """Seconds of the experts of a device, for all of their `rows`."""
+    def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat, parts: Sequence[str]) -> float:
+        """Seconds of the experts of a device, for all of their `rows`: the mean of the `parts` of a `GroupedMatmul`."""
         wide_in, wide_out = matmul.local(sizes["tensor"])
         moved = self._bytes(format) * (rows * wide_in + matmul.gathered(sizes)) + self.number * rows * wide_out
-        padded = math.ceil(wide_in / LANES) * math.ceil(wide_out / LANES) * LANES**2
-        return max(2 * rows * padded / (efficiency.GROUPED_SHARE * self._speed(format)), moved / self.hbm)
+        if not self.topology.is_tpu:
+            return max(2 * rows * wide_in * wide_out / (self.share * self._speed(format)), moved / self.hbm)
+        groups = matmul.experts // sizes["expert"]
+        products = (efficiency.GroupedMatmul(round(rows), wide_in, wide_out, groups, part, ours=not self.splash) for part in parts)
+        speed = self.topology.chip.matmul_speed(format)
+        return statistics.mean(product.seconds(self.topology.chip, moved, self.hbm, speed) for product in products)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int, format: MatmulFormat = "bf16") -> float:
         tile = self.topology.chip.matrix_unit

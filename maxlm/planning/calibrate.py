@@ -243,7 +243,7 @@ def _show(found: Calibration, path: Path) -> None:
             f"maxlm train CONFIG {shell_command(f'cost.calibration={path}')}"
         )
     elif "TPU" in found.device_kind:
-        console.print(f"{path} holds what was measured. Times on TPUs are XLA's own estimates, which no factor changes.")
+        console.print(f"{path} holds what was measured. Times on TPUs are priced by counted shares, which no factor of a file changes.")
     elif found.chip is not None:
         typed = shell_command("--topology", f"{found.chip.lower()}:1x{found.devices}", "--calibration", str(path))
         console.print(f"{path} holds the factors. Use them: maxlm plan CONFIG {typed}")

@@ -75,7 +75,7 @@ def test_factors_replace_the_assumed_shares(file):
     ("topology", "changes", "said"),
     [
         ("h200:1x8", {}, "measured on NVIDIA H100 80GB HBM3, and h200:1x8 is made of H200"),
-        ("v5p:2x2x2", {}, "XLA's own estimate for TPUs"),
+        ("v5p:2x2x2", {}, "priced by shares counted for TPUs"),
         ("h100:1x8", {"chip": None, "device_kind": "cpu", "factors": None}, "measured on cpu"),
         ("h100:1x8", {"factors": None}, "is made of H100"),
         ("h100:1x8", {"factors": {**FACTORS, "matmul": 0}}, "factors.matmul"),
@@ -112,7 +112,7 @@ def test_a_config_names_its_calibration(file):
     gpu, tpu, other = (load("models/gpt2-124m", (*settings, f"cluster.topology={name}"), assume=True).config for name in names)
     corrected = of_config(gpu.cost, topology_of(gpu))
     assert corrected == calibrated(topology_of(gpu), file())
-    assert of_config(tpu.cost, topology_of(tpu)) == topology_of(tpu), "its times are XLA's own"
+    assert of_config(tpu.cost, topology_of(tpu)) == topology_of(tpu), "its times rest on counted shares"
     with pytest.raises(UserError, match=f"^{FIELD} .* was measured on NVIDIA H100 80GB HBM3, and h200:1x8 is made of H200"):
         of_config(other.cost, topology_of(other))
     (said,), (plain,) = (list(_not_calibrated(one)) for one in (corrected, topology_of(gpu)))

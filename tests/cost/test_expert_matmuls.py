@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.cost.efficiency import GROUPED_SHARE, HBM_SHARE, GroupedMatmul, read
+from maxlm.cost.efficiency import HBM_SHARE, GroupedMatmul, read
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import CHIPS, chip_named
 from maxlm.hlo import parser
@@ -142,13 +142,51 @@ def test_a_gradient_of_weights_is_read_whichever_way_its_rows_lie(rows):
     assert read(gradient, entry) == GroupedMatmul(1024, 512, 256, 4, "transposed_dw")
 
 
-def test_ours_are_charged_by_the_formula_and_others_a_share():
+def test_ours_are_charged_by_the_formula():
     chip, module = CHIP["v6e"], parser.read(CALLS)
     charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
     hbm = HBM_SHARE * chip.hbm_bytes_per_s
     for name, part in (("jvp_grouped_matmul_forward_.1", "forward"), ("grouped_matmul_transposed_dw.4", "transposed_dw")):
         assert charged[name] == GroupedMatmul(1024, 512, 256, 4, part).seconds(chip, 2621440, hbm)
-    assert charged["megablox_gmm.3"] == pytest.approx(max(268435456 / (GROUPED_SHARE * chip.peak_bf16_flops), 2621440 / hbm))
+
+
+LIBRARY = """HloModule library, is_scheduled=true
+
+ENTRY %main () -> bf16[4,512,256] {
+  %n = s32[5] parameter(0)
+  %x = bf16[1024,512]{1,0} parameter(1)
+  %w = bf16[4,512,256]{2,1,0} parameter(2)
+  %f = bf16[1024,256]{1,0} parameter(3)
+  %xt = bf16[512,1024]{1,0} parameter(4)
+  %gmm.1 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), COST
+  %gmm.2 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), COST
+  %gmm.5 = bf16[1024,512]{1,0} custom-call(%n, %f, %x), COST
+  ROOT %tgmm.3 = bf16[4,512,256]{2,1,0} custom-call(%n, %xt, %f), COST
+}
+""".replace(
+    "COST",
+    'custom_call_target="tpu_custom_call", '
+    'backend_config={"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"2621440"}}',
+)
+
+
+def test_grouped_matmuls_of_a_library_have_the_same_formula():
+    """One price for everybody: of others' kernels a boundary between groups costs a tile of rows, of ours a piece of it."""
+    chip, module = CHIP["v6e"], parser.read(LIBRARY)
+    entry = module.computations[module.entry]
+    found = {op.name: read(op, entry) for op in entry.ops if op.opcode == "custom-call"}
+    assert found == {
+        "gmm.1": GroupedMatmul(1024, 512, 256, 4, "forward", ours=False),
+        "gmm.2": GroupedMatmul(1024, 256, 512, 4, "forward", ours=False),
+        "gmm.5": None,
+        "tgmm.3": GroupedMatmul(1024, 512, 256, 4, "transposed_dw", ours=False),
+    }
+    charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
+    for name in ("gmm.1", "gmm.2", "tgmm.3"):
+        assert charged[name] == found[name].seconds(chip, 2621440, HBM_SHARE * chip.hbm_bytes_per_s)
+        assert found[name].flops == 2 * 1024 * 512 * 256
+    ours, theirs = (GroupedMatmul(16384, 4096, 14336, 8, "forward", ours=ours).seconds(chip, 0, 1) for ours in (True, False))
+    assert ours < theirs
 
 
 @pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.soak), "v6e"])

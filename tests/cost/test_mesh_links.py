@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from maxlm.cost.efficiency import HBM_SHARE
 from maxlm.cost.mesh_links import axis_links, links_of, node_links
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import StepCost, estimate_on
@@ -64,8 +65,8 @@ def test_of_rows_that_cross_unlike_numbers_of_nodes_the_slowest_counts():
     assert node_links(sizes, topology)["tensor"] == axis_links(mesh, topology)["tensor"] == AxisLinks(slices=2)
 
 
-def step_between_slices(cycles: int, kind: str = "ALL_REDUCE") -> StepCost:
-    """One transfer of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
+def step_between_slices(moved: int, kind: str = "ALL_REDUCE") -> StepCost:
+    """One transfer of 4 MB between two slices, with an operation that writes `moved` bytes between its send and its recv-done."""
     attributes = f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="{kind}"}}'
     module = read(f"""HloModule m, is_scheduled=true
 
@@ -74,7 +75,7 @@ ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
   %after = token[] after-all()
   %send = (f32[1048576]{{0}}, u32[], token[]) send(%p, %after), channel_id=1, {attributes}
   %recv = (f32[1048576]{{0}}, u32[], token[]) recv(%after), channel_id=2, {attributes}
-  %work = f32[1000000000]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+  %work = u8[{moved}]{{0}} iota(), iota_dimension=0
   %done = token[] send-done(%send), channel_id=1, is_host_transfer=true
   %got = (f32[1048576]{{0}}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
   ROOT %r = f32[1048576]{{0}} get-tuple-element(%got), index=0
@@ -89,7 +90,7 @@ def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
     (row,) = step_between_slices(0).traffic
     assert (row.axes, row.opcode, row.link, row.count, row.bytes) == (("data",), "all-reduce", "dcn", 1, 4 * 2**20)
     assert row.seconds == pytest.approx(2 * 4 * 2**20 / 2 / chip.dcn_bytes_per_s, rel=0.05)  # half goes and half comes, twice
-    cost = step_between_slices(round(share * row.seconds * chip_named("v5e").clock_hz))
+    cost = step_between_slices(round(share * row.seconds * HBM_SHARE * chip.hbm_bytes_per_s))
     assert cost.exposed_s == pytest.approx(row.seconds * max(0.0, 1 - share), rel=1e-3)
     assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)
 

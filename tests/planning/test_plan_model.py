@@ -304,7 +304,8 @@ def test_recomputing_costs_what_it_computes():
     again = sum(m.wide_in * m.wide_out for m in shapes if m.name != "mlp_out") * config.model.n_layers
     all_of_it = 3 * (sum(m.wide_in * m.wide_out for m in shapes) * config.model.n_layers + config.model.vocab_size * config.model.d_model)
     assert full.matmul_s / kept.matmul_s == pytest.approx(1 + again / all_of_it, rel=1e-3)
-    forward, backward = (matmuls / share for matmuls, share in zip((2, 5), chip_named("v5p").reached.our_attention, strict=True))
+    reached = chip_named("v5p").reached.our_attention
+    forward, backward = (matmuls / reached.at(config.data.seq_len, backward=matmuls == 5) for matmuls in (2, 5))
     assert full.attention_s / kept.attention_s == pytest.approx((2 * forward + backward) / (forward + backward))
 
 
@@ -463,7 +464,8 @@ def test_splitting_experts_gathers_less_and_exchanges_tokens():
 def test_latent_attention_pays_for_whole_lanes():
     """DeepSeek-V3: queries and keys of 192 numbers, of which the kernel makes 256, and values of 128."""
     config = load("models/deepseek-v3", [*LARGE[:3], "data.seq_len=4096"]).config
-    forward, backward = kernel_attention_flops(config.model, 4096, chip_named("v5p"))
+    ((share, (forward, backward)),) = kernel_attention_flops(config.model, 4096, chip_named("v5p")).items()
+    assert share == 1
     assert backward / forward == pytest.approx((3 * 256 + 2 * 128) / (256 + 128), rel=0.1)  # blocks of the two passes differ
     assert forward == pytest.approx(attention_flops(config.model, 4096) * (256 + 128) / (192 + 128))
 
@@ -472,7 +474,7 @@ def test_the_mixtral_step_on_v5p_is_near_what_the_compiler_said():
     """Seconds and GiB as `maxlm compile` gave them (libtpu 0.0.42)."""
     config = mixtral()
     said = of_mixtral(remat=config.memory.remat, loss_chunks=4)
-    assert sum(said.parts) == pytest.approx(4.32, rel=0.03)
+    assert sum(said.parts) == pytest.approx(3.43, rel=0.03)
     assert said.parts[:3] == pytest.approx((3.81, 0.168, 0.312), rel=0.03)
     assert said.parts[3] == pytest.approx(0.037, abs=0.04)
     assert (said.state + said.temporaries) / 2**30 == pytest.approx(85.9, rel=0.05)
