@@ -42,16 +42,9 @@ def schedule(python: Path, settings: Sequence[str], flags: Sequence[str], out: P
     """
     base = _base(python)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
-<<<<<<< HEAD
         kept = Path(folder)
         written_to = (f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")
         arguments = _arguments(base, settings, (*flags, *written_to), kept)
-=======
-        kept, named = Path(folder), {setting.partition("=")[0] for setting in settings}
-        more = (one for one in (*DEFAULTS, f"base_output_directory={kept}") if one.partition("=")[0] not in named)
-        xla = " ".join((*flags, *(f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")))
-        arguments = [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={xla}"]
->>>>>>> main
         command = [str(python), "-m", "maxtext.trainers.pre_train.train_compile", *arguments]
         with subprocess.Popen(command, env=_environment(), stdout=said, stderr=subprocess.STDOUT) as process:
             try:
@@ -112,7 +105,7 @@ def _arguments(base: Path, settings: Sequence[str], flags: Sequence[str], folder
     """What train_compile takes: its config, `settings` over the defaults here, and XLA's flags."""
     named = {setting.partition("=")[0] for setting in settings}
     more = (one for one in (*DEFAULTS, f"base_output_directory={folder}") if one.partition("=")[0] not in named)
-    return [str(base), *settings, *more, f"compile_xla_flags={' '.join(flags)}"]
+    return [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={' '.join(flags)}"]
 
 
 def _whole(folder: Path) -> tuple[str, int] | None:
