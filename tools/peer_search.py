@@ -217,27 +217,23 @@ def search(
                 for choice in line:
                     if price(choice) < price(best):
                         best = choice
-                    elif price(best) < math.inf:
+                    elif price(choice) < math.inf:
                         break
     return best, len(tried)
 
 
 def _lines(knobs: Knobs, best: Choice, knob: str, *, fits: bool) -> Iterator[list[Choice]]:
-    """Ways to go on from `best` by `knob`: lists of choices, each to be left where a choice is no faster than `best`."""
+    """Ways to go on from `best` by `knob`: lists of choices, each to be left where one that fits is no faster than `best`."""
     options, keeps = list(knobs[knob]), list(knobs["keep"])
     place, rung = options.index(best[knob]), keeps.index(best["keep"])
     if knob == "keep":
         if fits:
             yield [{**best, knob: option} for option in options[place + 1 :]]
         yield [{**best, knob: option} for option in reversed(options[:place])]
-    elif knob == "steps":  # fewer steps take more memory, so with less kept as well
-        for option in options[place + 1 :]:
-            yield [{**best, knob: option}]
-            yield [{**best, knob: option, "keep": keeps[max(0, rung - 2)]}]
-        for option in reversed(options[:place]):
-            yield [{**best, knob: option, "keep": keeps[min(len(keeps) - 1, rung + 1)]}]
-    else:
-        yield from ([{**best, knob: option}] for option in options if option != best[knob])
+    for option in options if knob != "keep" else ():
+        if option != best[knob]:  # accumulation and experts change what fits: the most that does
+            tops = reversed(keeps) if knob == "steps" else reversed(keeps[: rung + 1]) if knob == "mesh" else (best["keep"],)
+            yield [{**best, knob: option, "keep": keep} for keep in tops]
 
 
 def _kept(experts: bool) -> dict[str, tuple[str, ...]]:
