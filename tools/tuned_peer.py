@@ -60,11 +60,13 @@ HEAD = (
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 
+PARTS = "| matmuls, attention, other kernels, memory, exposed | neutral: maxlm | MaxText | ours: maxlm | MaxText |\n|---|---|---|---|---|"
+
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of a step by the rulers. `five`: neutral, with five matmuls charged to a fused backward pass of attention; `cycles`: None
-    without machine code; `once`: neutral and ours, with loops for uneven loads of experts counted once.
+    without machine code; `once`: neutral and ours, with experts' loops for uneven loads counted once; `parts`: neutral and ours.
     """
 
     neutral: float
@@ -72,6 +74,7 @@ class Times:
     cycles: float | None
     ours: float
     once: tuple[float, float]
+    parts: tuple[str, str]
 
 
 def main() -> None:
@@ -228,7 +231,11 @@ def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_
         cycles = seconds + sum(found[kind] for kind in KERNELS) + found["exposed"]
     five = found["total_s"] + found["attention"] * (fifth_matmul(found["kernels"]) - 1)
     uneven = neutral(ruler, text.replace(RARELY, "counted_once"), chip.name)["total_s"]
-    return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s))
+    kernels = found["grouped"] + found["matmul"] + found["other"]
+    seconds = found.get("dot", 0.0), found["attention"], kernels, found.get("memory", 0.0), found["exposed"]
+    own = cost.matmul_s, cost.attention_s, cost.kernel_s, cost.memory_s, cost.exposed_s
+    parts = tuple(", ".join(f"{part:.2f}" for part in one) for one in (seconds, own))
+    return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s), parts)
 
 
 def fifth_matmul(kernels: dict[str, int]) -> float:
@@ -242,16 +249,20 @@ def fifth_matmul(kernels: dict[str, int]) -> float:
 
 def table(cases: dict[str, tuple[Case, dict[str, Any]]], peer: Peer, folder: Path, ruler: ModuleType) -> str:
     """What the page has between the marks."""
-    rows, notes = [], []
+    rows, parts, notes = [], [], []
     for case, chosen in cases.values():
         if not chosen:
             notes.append(f"- {case.title}: not searched yet.")
             continue
         candidate = peer.candidate(case.row(_choice(chosen)))
+        if problem := candidate.problem(available_hbm(case.machine)):
+            notes.append(f"- {case.title}: none of {chosen['tried']} candidates is to be taken; the first one: {problem}.")
+            continue
         ours, theirs = our_times(case, folder, ruler), peer_times(case, candidate, ruler)
         rows.append(f"| {case.title} | {' | '.join(_cells(ours, theirs))} |")
+        parts.append(f"| {case.title} | {ours.parts[0]} | {theirs.parts[0]} | {ours.parts[1]} | {theirs.parts[1]} |")
         notes.append(f"- {case.title}: {_settings(chosen)}.{_uneven(case, ours)}")
-    return "\n".join((HEAD, *rows, "", *notes))
+    return "\n".join((HEAD, *rows, "", PARTS, *parts, "", *notes))
 
 
 def our_times(case: Case, folder: Path, ruler: ModuleType) -> Times:
