@@ -16,7 +16,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -153,13 +153,13 @@ def kernels_alone(text: str) -> str:
     for line in lines:
         if header := HEADER.match(line):
             computation = header.group(1)
-        elif PALLAS_CALL in line and (kernel := OP.match(line)):
-            inside[computation] = kernel.group(1), kernel.group(2)
+        elif PALLAS_CALL in line and (call := OP.match(line)):
+            inside[computation] = call.group(1), call.group(2)
     for number, line in enumerate(lines):
         if " fusion(" in line and (called := CALLS.search(line)) and called.group(1) in inside and (fusion := OP.match(line)):
-            kernel, call = inside[called.group(1)]
+            kernel, statement = inside[called.group(1)]
             renamed[fusion.group(1)] = name = f"{kernel.partition('.')[0]}.{fusion.group(1)}"
-            lines[number] = f"  %{name} = {call}"
+            lines[number] = f"  %{name} = {statement}"
     return USED.sub(lambda found: f"%{renamed.get(found[1], found[1])}", "\n".join(lines))
 
 
@@ -232,10 +232,13 @@ def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_
     five = found["total_s"] + found["attention"] * (fifth_matmul(found["kernels"]) - 1)
     uneven = neutral(ruler, text.replace(RARELY, "counted_once"), chip.name)["total_s"]
     kernels = found["grouped"] + found["matmul"] + found["other"]
-    seconds = found.get("dot", 0.0), found["attention"], kernels, found.get("memory", 0.0), found["exposed"]
+    counted = found.get("dot", 0.0), found["attention"], kernels, found.get("memory", 0.0), found["exposed"]
     own = cost.matmul_s, cost.attention_s, cost.kernel_s, cost.memory_s, cost.exposed_s
-    parts = tuple(", ".join(f"{part:.2f}" for part in one) for one in (seconds, own))
-    return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s), parts)
+    return Times(found["total_s"], five, cycles, cost.total_s, (uneven, once.total_s), (_parts(counted), _parts(own)))
+
+
+def _parts(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{part:.2f}" for part in seconds)
 
 
 def fifth_matmul(kernels: dict[str, int]) -> float:
