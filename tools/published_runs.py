@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from truth import read_rows
 
 from maxlm.hardware import topologies
 from maxlm.hardware.chips import CHIPS
@@ -30,7 +31,7 @@ HOST = re.compile(r"\| (?P<name>[\w.-]+) \|(?: [\d.]+%? \|){5} (?P<host>[\d.]+) 
 
 def rows() -> list[PublishedRun]:
     """The rows of the pages."""
-    found = []
+    found, mfus = [], {row.name: row.published_mfu for row in read_rows()}
     for page, file in PAGES.items():
         entries = _entries(YAML(typ="safe", pure=True).load(Path(__file__).with_name(file)))
         text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
@@ -39,7 +40,9 @@ def rows() -> list[PublishedRun]:
             if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds
                 chip = topologies.parse(entry["topology"]).chip.name
                 seconds = float(row["predicted"]), float(row["published"]), hosts[row["name"]] if entry.get("host_hidden") else 0.0
-                found.append(PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md"))
+                mfu = mfus.get(row["name"])
+                kind = entry.get("experts", False), page != "truth.md", None if mfu is None else round(mfu, 3)
+                found.append(PublishedRun(row["name"], chip, entry["format"], *seconds, *kind))
     return found
 
 
@@ -65,7 +68,8 @@ def toml(runs: Sequence[PublishedRun]) -> Iterator[str]:
         texts = ", ".join(f'{name} = "{getattr(run, name)}"' for name in ("name", "chip", "format"))
         host = f", host_s = {run.host_s:.3f}" if run.host_s else ""
         flags = "".join(f", {name} = true" for name in ("experts", "modelled") if getattr(run, name))
-        yield f"    {{{texts}, predicted_s = {run.predicted_s:.3f}, published_s = {run.published_s:.3f}{host}{flags}}},\n"
+        mfu = f", mfu = {run.mfu:.3f}" if run.mfu is not None else ""
+        yield f"    {{{texts}, predicted_s = {run.predicted_s:.3f}, published_s = {run.published_s:.3f}{host}{flags}{mfu}}},\n"
 
 
 def table(runs: Sequence[PublishedRun]) -> Iterator[str]:

@@ -138,7 +138,7 @@ def read_rows() -> list[Row]:
 def predict(row: Row, program: Path) -> step_cost.StepCost:
     """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    return step_cost.estimate(read_program(row, program), topology.chip, row.mesh, dict(_links(row, topology)))
+    return step_cost.estimate(read_program(row, program), topology.chip, row.mesh, dict(links(row, topology)))
 
 
 def read_program(row: Row, program: Path) -> parser.Module:
@@ -165,7 +165,7 @@ def _row(entry: dict, document: dict) -> Row:
     return Row(**{"mesh": whole, **entry, "settings": texts["settings"], "flags": flags})
 
 
-def _links(row: Row, topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
+def links(row: Row, topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
     """Links of each axis of the row's mesh, laid over the torus by jax's mesh_utils as MaxText lays it."""
     split = "allow_split_physical_axes=True" in row.settings
     sides, devices = topology.sides, _devices(topology)
@@ -204,7 +204,7 @@ def _page(rows: list[Row], folder: Path) -> str:
     head = ["| row | published s | predicted s | error | within 15% | published MFU | source |", "|---|---|---|---|---|---|---|"]
     notes = {row.name: " ".join(_notes(row)) for row in rows if row.name in done}
     sections = {
-        "Highest published MFU": [MFU, *_best(rows)],
+        "Highest published MFU": [MFU, *best_mfu(rows)],
         "Where the predicted time goes": [*PARTS, *map(_parts, results)],
         "Rows outside 15%": [
             f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM
@@ -237,7 +237,7 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def _best(rows: list[Row]) -> Iterator[str]:
+def best_mfu(rows: list[Row]) -> Iterator[str]:
     """Lines of the table of the highest published MFU of each chip."""
     yield "| chip | published MFU | as its page counts | row |"
     yield "|---|---|---|---|"
@@ -279,7 +279,8 @@ again. The pages that state TFLOP/s counted all of attention, and the embedding 
 INTRO = """# Predicted and published step times
 
 {date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52),
-without machine code ([schedule.md](schedule.md)): half a minute each. The estimator is `maxlm.cost.step_cost`; where a run did not raise
+without machine code ([schedule.md](schedule.md)): half a minute each, and several where the SparseCore works, since XLA compiles what it
+runs. The estimator is `maxlm.cost.step_cost`; where a run did not raise
 the limit of scoped VMEM, matmuls are charged what XLA states for such programs. Settings and XLA flags are those of the published run
 (`tools/truth_rows.yml`). No factor is fitted to the published times. **{within} of {rows} within 15%.**
 

@@ -13,17 +13,17 @@ from maxlm.compiler.aot import CompiledStep, build
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises
+from maxlm.cost.expected import StepScale, source_of, step_scale
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import ParameterLeaf, parameter_leaves
-from maxlm.cost.step_cost import StepCost, program_cost
+from maxlm.cost.step_cost import SecondOpinion, StepCost, program_cost
 from maxlm.cost.verify import step_of
-from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
-from maxlm.hardware.published_runs import Correction, correction
+from maxlm.hardware.chips import GIB, PEAK_NAMES
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.vocabulary import vocabulary
 from maxlm.hlo.parser import read
-from maxlm.models import count_parameters, mfu_format, step_flops
+from maxlm.models import count_parameters
 from maxlm.telemetry.formatting import count, duration, percent
 
 MOST_ROWS = 12  # of a table; --json has them all
@@ -38,7 +38,7 @@ class Report:
     topology: Topology
     mesh: dict[str, int]
     parameters: int
-    model_flops: float  # of one step, all devices, no recomputation counted
+    scale: StepScale
     step: CompiledStep
     parts: tuple[MemoryPart, ...]  # of HBM; sums to step.needed
     cost: StepCost | None
@@ -46,27 +46,9 @@ class Report:
     suggestions: tuple[Suggestion, ...]
 
     @property
-    def mfu(self) -> float | None:
-        """Model FLOPs over the peak FLOPs, of the format of the matmuls, of all chips in the predicted time."""
-        return self._share_of(mfu_format(self.config.precision.matmul))
-
-    @property
-    def correction(self) -> Correction:
-        """Ratios of published runs to such estimates."""
-        return correction(self.topology.chip, mfu_format(self.config.precision.matmul), experts=self.config.model.moe is not None)
-
-    def _share_of(self, format: MatmulFormat) -> float | None:
-        if self.cost is None or self.cost.total_s == 0:
-            return None
-        return self.model_flops / (self.cost.total_s * self.topology.devices * self.topology.chip.peak_flops_per_device(format))
-
-    @property
-    def mfu_text(self) -> str:
-        """`57.5%`, or where matmuls are quantized `31.2% of the fp8 peak, 62.4% of bf16's`; empty where there is no time."""
-        mfu, format = self.mfu, mfu_format(self.config.precision.matmul)
-        if mfu is None or format == "bf16":
-            return percent(mfu) if mfu is not None else ""
-        return f"{percent(mfu)} of the {PEAK_NAMES[format]} peak, {percent(self._share_of('bf16') or 0.0)} of bf16's"
+    def calibrated(self) -> bool:
+        """True if speeds are XLA's own or were measured on this machine; False for a GPU without `maxlm plan --calibrate`."""
+        return self.topology.is_tpu or bool(self.topology.chip.achieved.source)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. Seconds, bytes and FLOPs; bytes and times of one device, tokens and model FLOPs of all."""
@@ -88,10 +70,11 @@ class Report:
             "mesh": self.mesh,
             "parameters": self.parameters,
             "tokens_per_step": self.config.tokens_per_step,
-            "model_flops": self.model_flops,
+            "model_flops": self.scale.model_flops,
             "fits": step.fits,
             "hbm": memory,
             "time": self._time_json(),
+            "assumes": list(self.scale.assumes),
             "communication": [asdict(traffic) | {"remark": advice.surprise(traffic)} for traffic in self.cost.traffic] if self.cost else [],
             "warnings": list(self.remarks),
             "would_fit": [
@@ -104,15 +87,8 @@ class Report:
         if self.cost is None:
             return None
         cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
-        tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
-        mfu = {"mfu": self.mfu, "mfu_peak": PEAK_NAMES[mfu_format(self.config.precision.matmul)]}
-        low, high = self.correction.range
-        ratios = {"low": low, "middle": self.correction.middle, "high": high}
-        expected = {name: self.cost.total_s * ratio for name, ratio in ratios.items()}
-        expected_mfu = {name: self.mfu / ratio if self.mfu is not None else None for name, ratio in ratios.items()}
-        corrected = {"correction": self.correction.to_json(), "expected_step_s": expected, "expected_mfu": expected_mfu}
-        calibrated = self.topology.is_tpu or bool(self.topology.chip.achieved.source)
-        return {"calibrated": calibrated, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **corrected, **cost}
+        by = {"mfu_peak": self.scale.peak_name, "correction": self.scale.correction.to_json()}
+        return {**self.scale.to_json(self.cost.total_s), **by, "calibrated": self.calibrated, **cost}
 
 
 def examine(config: Config, topology: Topology, show_progress: Callable[[str], None], *, machine_code: bool = True) -> Report:
@@ -139,7 +115,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
         topology=topology,
         mesh=sizes,
         parameters=count_parameters(config.model),
-        model_flops=step_flops(config.model, config.data.seq_len, config.tokens_per_step),
+        scale=step_scale(config, topology),
         step=step,
         parts=parts,
         cost=cost,
@@ -221,14 +197,13 @@ def _memory(report: Report, console: Console) -> None:
 def _time(report: Report, console: Console) -> None:
     cost = report.cost
     assert cost is not None
-    total = cost.total_s or 1.0
-    tokens = report.config.tokens_per_step / total
-    mfu = f"MFU {report.mfu_text}, " if report.mfu is not None else ""
-    _title(
-        console,
-        f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s ({'predicted' if report.topology.is_tpu else 'a guess'})",
-    )
-    console.print(f"  {expected_line(report.correction, cost.total_s, report.mfu)}")
+    total, chip = cost.total_s, report.topology.chip
+    _title(console, f"Time: {report.scale.headline(total)} ({'expected' if report.calibrated else 'a guess'})")
+    for note in report.scale.notes(total, source_of(chip, compiled=True)):
+        console.print(f"  {note}")
+    if cost.extra_round_s:
+        console.print(f"  One further round in every layer of experts takes {duration(cost.extra_round_s)} a step.")
+    console.print("  Parts of the estimate:")
     kinds = {
         "matmul": ("#", cost.matmul_s),
         "attention": ("@", cost.attention_s),
@@ -241,6 +216,8 @@ def _time(report: Report, console: Console) -> None:
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
     console.print("  " + "   ".join(parts))
     console.print(f"  matmuls: {formats_line(cost)}")
+    if cost.second_opinion is not None:
+        console.print(f"  {second_opinion_line(cost.second_opinion)}")
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]
@@ -248,15 +225,10 @@ def _time(report: Report, console: Console) -> None:
     _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
 
 
-def expected_line(corrected: Correction, step_s: float, mfu: float | None) -> str:
-    """A step of `step_s` estimated seconds, and its MFU, if it compares to its estimate as published runs do to theirs."""
-    said = corrected.sentence[0].upper() + corrected.sentence[1:]
-    if not corrected.ratios:
-        return f"{said}."
-    low, high = corrected.range
-    seconds = f"{duration(low * step_s)} to {duration(high * step_s)} (median {duration(corrected.middle * step_s)})"
-    shares = f", MFU {percent(mfu / high)} to {percent(mfu / low)}" if mfu is not None else ""
-    return f"{said}. By these: {seconds}{shares}."
+def second_opinion_line(second: SecondOpinion) -> str:
+    """XLA's own cycles of what it estimates, next to our price of the same."""
+    off = f"{percent(abs(second.ours_s / second.xla_s - 1))} {'more' if second.ours_s >= second.xla_s else 'less'}"
+    return f"all but kernels and communication: {duration(second.ours_s)}; by XLA's own cycles {duration(second.xla_s)} (ours is {off})"
 
 
 def formats_line(cost: StepCost) -> str:

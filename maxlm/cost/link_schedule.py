@@ -186,11 +186,12 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
 
     leave_chips_alone()
     from maxlm.compiler.aot import build
+    from maxlm.cost.expected import source_of, step_scale
     from maxlm.cost.link_schedule import link_uses, needs, needs_table, runs_of
     from maxlm.cost.step_cost import program_network, replay, unknown_loops, unknown_loops_line
     from maxlm.cost.verify import step_of
     from maxlm.hlo.parser import read
-    from maxlm.telemetry.formatting import duration, percent
+    from maxlm.telemetry.formatting import percent
 
     with progress() as show_progress:
         show_progress(f"compiling the training step of {config.run.name} for {machine.name}")
@@ -199,7 +200,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)
-    module = read(step.text)
+    module, scale = read(step.text), step_scale(config, machine)
     root, _ = replay(module, network)
     uses = link_uses(root, network, machine)
     found = needs(module, network, {use.kind for use in uses if use.peak > 0})
@@ -209,14 +210,16 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     if as_json:
         mesh = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
         facts = {"source": "schedule", "run": config.run.name, "topology": machine.name, "slices": machine.slices, "mesh": mesh}
-        times = {"step_s": root.seconds, "exposed_s": exposed_s, "unknown_loops": loops}
+        times = {**scale.to_json(root.seconds), "exposed_s": exposed_s, "unknown_loops": loops}
+        times |= {"correction": scale.correction.to_json(), "assumes": list(scale.assumes)}
         links = {"links": [use.to_json() for use in uses], "needs": [need.to_json() for need in found]}
         sys.stdout.write(json.dumps({**facts, **times, **links}) + "\n")
     else:
         console = output_console()
         share = percent(exposed_s / root.seconds if root.seconds else 0.0)
-        step_s = duration(root.seconds)
-        console.print(f"{config.run.name} on {number}: a step of {step_s} (predicted), {share} of it exposed communication.")
+        console.print(f"{config.run.name} on {number}: {scale.headline(root.seconds)} (expected).")
+        console.print("\n".join(scale.notes(root.seconds, source_of(machine.chip, compiled=True))))
+        console.print(f"Exposed communication: {share} of the estimate.")
         if loops:
             console.print(unknown_loops_line(loops))
         console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -13,12 +13,14 @@ from maxlm.config import rules
 from maxlm.config.schema import Config
 from maxlm.cost import calibration
 from maxlm.cost.calibration import FIELD, Calibration, of_config
+from maxlm.cost.expected import StepScale, step_scale
 from maxlm.cost.mesh_links import pod_of, within_slice
 from maxlm.cost.step_cost import OpCost, estimate, program_cost, unknown_loops_line
 from maxlm.hardware.chips import Achieved, Chip, chip_of
 from maxlm.hardware.topologies import Topology, is_tpu
 from maxlm.hlo.parser import read, with_bounds
 from maxlm.parallel import build_mesh
+from maxlm.telemetry.predicted import ASSUMES, BASIS, EXPECTED, STEP
 from maxlm.telemetry.profile.page import Predicted
 from maxlm.telemetry.profile.scopes import COLLECTIVES, Phase, phase_of, scope_of
 
@@ -31,9 +33,9 @@ _ALL = 1 << 30  # operations to list
 MAPPED_BYTES = 32 * 2**20  # from here on glibc always returns what is freed to the system (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX)
 
 
-def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], float]:
-    """A function that predicts the seconds of a program's step by `cost.calibration`; `hosts`: of each process. Raises UserError for a file
-    that is invalid, or was measured on other devices or on links between other processes.
+def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], dict[str, Any]]:
+    """A function that predicts the step of a program by `cost.calibration`, as `telemetry.predicted` has it; `hosts`: of each process.
+    Raises UserError for a file that is invalid, or was measured on other devices or on links between other processes.
     """
     path, devices = config.cost.calibration if config.cost is not None else None, jax.devices()
     assert path is not None, "asked for only where it is set"
@@ -52,7 +54,14 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
         rule = "is for a step of one program, and train.batch_ramp or memory.offload_state makes several of it"
         raise ConfigError(FIELD, path, rule, "remove it")
     topology = topology_of(found, devices)
-    return lambda program: _step_s(program, topology)
+    scale = step_scale(config, topology)
+    return lambda program: _prediction(scale, _step_s(program, topology))
+
+
+def _prediction(scale: StepScale, step_s: float) -> dict[str, Any]:
+    """Expected and estimated seconds of a step, the sentence on what corrects the estimate, and assumptions."""
+    basis = scale.correction.sentence
+    return {EXPECTED: scale.expected_times(step_s), STEP: step_s, BASIS: basis, ASSUMES: list(scale.assumes)}
 
 
 def _step_s(program: "Program", topology: Topology) -> float:
@@ -101,24 +110,30 @@ def cpu_chip(found: Calibration) -> Chip:
         ici_links=0,
         dcn_bytes_per_s=0.0,
         source=f"{found.machine}, {found.date}",
+        achieved=Achieved(source=f"{found.machine}, {found.date}"),  # its peaks are measured: nothing corrects its estimates
         cpu=measured.cpu,
     )
 
 
-def predict(config: Config, text: str) -> tuple[Predicted | None, str]:
-    """(seconds of a step on one device by part and phase, a note) of the compiled program `text`; None where there is no prediction."""
+def predict(config: Config, text: str) -> tuple[Predicted | None, float, str]:
+    """(estimated seconds of a step on one device by part and phase, the factor that corrects them, a note) of the compiled program `text`;
+    None where there is no prediction.
+    """
     if config.cluster is None:
-        return None, "No prediction: the config has no cluster.topology, so the hardware's figures are not known (a CPU has none)."
+        return None, 1.0, "No prediction: the config has no cluster.topology, so the hardware's figures are not known (a CPU has none)."
     if not text:
-        return None, "No prediction: the step of this run is not one program."
+        return None, 1.0, "No prediction: the step of this run is not one program."
     try:
         topology = of_config(config.cost, rules.topology_of(config))
         cost = estimate(read(text), topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
     except UserError as error:
-        return None, f"No prediction: {error}"
-    notes = [f"Predicted: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."]
+        return None, 1.0, f"No prediction: {error}"
+    scale = step_scale(config, topology)
+    notes = [f"Estimate: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."]
     notes += ["Without transfers between slices."] if topology.slices > 1 else []
-    return by_part(cost.top), " ".join(filter(None, [*notes, unknown_loops_line(cost.unknown_loops)]))
+    said, factor = scale.correction.sentence, scale.correction.middle
+    corrected = f"Expected: {factor:.3g} times the estimate; {said}." if scale.correction.ratios else f"Nothing is corrected: {said}."
+    return by_part(cost.top), factor, " ".join(filter(None, [corrected, *notes, *scale.assumes, unknown_loops_line(cost.unknown_loops)]))
 
 
 def by_part(costs: Iterable[OpCost]) -> Predicted:

@@ -17,7 +17,8 @@ from maxlm.cost.pricing import CpuPricing, GpuPricing, Pricing, TpuPricing, form
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology, is_cpu, is_tpu
-from maxlm.hlo.parser import Module
+from maxlm.hlo.parser import PALLAS, Module
+from maxlm.parallel.expert_rows import EVEN
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -64,6 +65,14 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class SecondOpinion:
+    """Seconds of all operations but kernels and communication by XLA's own cycles, and by our prices."""
+
+    xla_s: float
+    ours_s: float
+
+
+@dataclass(frozen=True)
 class StepCost:
     """One step of one chip, in seconds by kind. FLOPs are those the program runs, what it computes again included."""
 
@@ -82,7 +91,8 @@ class StepCost:
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
     formats: tuple[FormatCost, ...] = ()  # longest first
-    xla_s: float | None = None  # what XLA's own cycles say of all but kernels and communication; None without machine code, and of GPUs
+    second_opinion: SecondOpinion | None = None  # None without machine code, and of GPUs
+    extra_round_s: float = 0.0  # one more round of rows in all loops of experts, of which no turn is counted
 
     @property
     def compute_s(self) -> float:
@@ -149,8 +159,16 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
         top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
         traffic=_traffic(spans),
         formats=_formats(timed, pricing),
-        xla_s=module.cycles(module.entry) / network.chip.clock_hz if module.has_cycles and network.chip.clock_hz else None,
+        second_opinion=_second_opinion(module, network.chip, timed),
+        extra_round_s=_extra_round_s(root, 1),
     )
+
+
+def _second_opinion(module: Module, chip: Chip, timed: list[tuple[Timed, int]]) -> SecondOpinion | None:
+    if not module.has_cycles or chip.clock_hz is None:
+        return None
+    ours_s = sum(times * item.seconds for item, times in timed if item.op.target != PALLAS)
+    return SecondOpinion(module.cycles(module.entry) / chip.clock_hz, ours_s)
 
 
 def replay(module: Module, network: Network) -> tuple[Segment, Pricing]:
@@ -169,6 +187,17 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
     yield segment, times
     for inner, turns, _ in segment.inner:
         yield from _segments(inner, times * turns)
+
+
+def _extra_round_s(segment: Segment, times: int) -> float:
+    """Seconds of one turn of all loops that take the rows of experts above an even load, `times` runs of `segment`."""
+    found = 0.0
+    for inner, turns, _ in segment.inner:
+        if turns:
+            found += _extra_round_s(inner, times * turns)
+        elif any(EVEN.search(item.op.where) for part, _ in _segments(inner, 1) for item in part.timed):
+            found += times * inner.seconds
+    return found
 
 
 def _costs(timed: list[tuple[Timed, int]], pricing: Pricing) -> list[OpCost]:

@@ -71,13 +71,14 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     finally:
         batches.close()
     text = program.step.as_text() if isinstance(program.step, jax.stages.Compiled) else ""
-    predicted, note = predict(config, text or "")
+    predicted, factor, note = predict(config, text or "")
     facts = Facts(
         title=f"{run_dir.resolve().name}, step {start.step:,}",
         steps=steps,
         step=start.step,
         hardware=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         predicted=predicted,
+        factor=factor,
         prediction_note=note,
         notes=(f"{WARM_UP} steps ran before the trace. The state was thrown away: no checkpoint has changed.",),
     )

@@ -112,6 +112,12 @@ def correction(chip: Chip, format: MatmulFormat, *, experts: bool, runs: Sequenc
     return Correction(of, family, ratios, own, factor(chip.name, runs, experts=experts), *fit)
 
 
+def best_published(chip: Chip, format: MatmulFormat, runs: Sequence[PublishedRun] = RUNS) -> PublishedRun | None:
+    """The run of the highest MFU on `chip` with matmuls in `format`; None where no row has one."""
+    found = [run for run in runs if (run.chip, run.format) == (chip.name, PEAK_NAMES[format]) and run.mfu is not None]
+    return max(found, key=lambda run: run.mfu or 0.0, default=None)
+
+
 def stated_error(errors: Iterable[float]) -> tuple[float, int, int]:
     """(error in whole percent that `COVERAGE` of the errors lie within, number of those within, number of all)."""
     sizes = sorted(abs(error) for error in errors)

@@ -39,13 +39,16 @@ class Dot:
 
 def dots(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Iterator[Dot]:
     """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles;
-    `merged`: heads share a tile, each in whole lanes.
+    `merged`: heads share a tile, each in whole lanes. A product that uses each number once, such as the sum of the few rows of a token that
+    its experts made, is for the vector unit, which pads nothing.
 
     Operands are the dot's own: an array that a fusion converts before its dot counts in the dtype after the conversion.
     """
     if op.opcode in ("dot", "convolution") or op.is_library_matmul:
-        if flops := _flops(op, computation, tile, merged):
-            left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
+        left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
+        exact = _flops(op, computation, 1, merged=False)
+        once = exact <= 2 * max(shape.elements for shape in (left, right, op.shapes[0]))
+        if flops := exact if once else _flops(op, computation, tile, merged):
             yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)
     elif op.opcode == "fusion":
         for body in (module.computations[callee] for callee in op.calls):
@@ -102,8 +105,9 @@ class CausalAttention:
 def causal_attention(op: Op, computation: Computation) -> CausalAttention | None:
     """An attention kernel's shapes, from its queries and keys; None if they are not recognised.
 
-    Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
-    A window, or documents that do not see each other, would make it less: kernels should state their cost.
+    Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel. A head dim counts
+    as whole lanes: narrower ones leave a part of the matrix unit idle. A window, or documents that do not see each other, would make it
+    less: kernels should state their cost.
     """
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     if OURS.search(op.name):
@@ -112,22 +116,26 @@ def causal_attention(op: Op, computation: Computation) -> CausalAttention | None
     if len(heads) < 2:
         return None
     query, key = heads[:2]
-    results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
-    backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
-    matmuls, keys = backward if is_backward(op.name) else 2, key.dims[-1] * key.dims[-2] // _head_dim(key)
-    return CausalAttention(keys, matmuls * query.elements * keys)  # 2 FLOPs a multiply-add, half of the pairs
+    results = sum(len(shape.dims) >= 3 and shape.dims[-1] in map(_head_dim, heads[:3]) for shape in op.shapes)
+    over_keys, over_values = (1, 1) if not is_backward(op.name) else (3, 2) if results >= 3 else (2, 1) if "dq" in op.name else (2, 2)
+    keys, queries = key.dims[-1] * key.dims[-2] // _head_dim(key), query.elements // _head_dim(query)
+    dims = over_keys * _lanes(_head_dim(query)) + over_values * _lanes(_head_dim(heads[2] if len(heads) > 2 else key))
+    return CausalAttention(keys, queries * keys * dims)  # 2 FLOPs a multiply-add, half of the pairs
 
 
 def _our_attention(op: Op, heads_first: list[Shape]) -> CausalAttention | None:
-    """Shapes of our attention kernels. Their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim].
-    A head dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
-    """
+    """Shapes of our attention kernels. Their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]."""
     if len(heads_first) < 3:
         return None
     queries, _, values = heads_first[:3]
     batch, heads, tokens, head_dim = queries.dims
-    keys, results = (-(-dim // _LANES) * _LANES for dim in (head_dim, values.dims[-1]))
+    keys, results = _lanes(head_dim), _lanes(values.dims[-1])
     return CausalAttention(tokens, batch * heads * tokens**2 * (3 * keys + 2 * results if is_backward(op.name) else keys + results))
+
+
+def _lanes(size: int) -> int:
+    """`size`, padded to whole lanes."""
+    return _whole(size, _LANES)
 
 
 def _head_dim(shape: Shape) -> int:

@@ -15,6 +15,7 @@ from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
+from maxlm.cost.expected import source_of
 from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.hardware.vocabulary import Vocabulary, vocabulary
@@ -22,7 +23,7 @@ from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, Saving, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
-from maxlm.planning.plan_output import layout_table, point_json
+from maxlm.planning.plan_output import ALONE, layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, ramp_line, run_cost, to_json
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
 
@@ -114,7 +115,8 @@ class Comparison:
         measure = "cheaper" if priced else f"smaller in {words.chip}-hours"
         taken = " Preemptions are not counted." if wanted.term == "spot" else ""
         notes = [f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured."]
-        notes += [_correction_line(machines), _price_line(machines, wanted)] if machines else []
+        notes += [_correction_line(machines), *_above_best(machines), _price_line(machines, wanted)] if machines else []
+        notes += machines[0].scale.assumes if machines else ()
         if without := [_name(machine.topology) for machine in self.machines if machine.point is None and not machine.refused]:
             notes.append(f"Too small, or the batch does not split over them: {', '.join(without)}.")
         for reason in dict.fromkeys(machine.refused for machine in self.machines if machine.refused):
@@ -135,13 +137,16 @@ class Comparison:
 
     def _table(self, machines: Sequence[Machine], words: Vocabulary, *, wide: bool) -> Table:
         starred, more = frontier(machines), ("goodput", "MFU") if wide else ()
-        table = layout_table("", words.chips, "days", f"{words.chip}-hours", "cost", "energy", "CO2e", "step", *more)
+        alone = (ALONE,) if any(machine.scale.correction.ratios for machine in machines) else ()
+        table = layout_table("", words.chips, "days", f"{words.chip}-hours", "cost", "energy", "CO2e", "step", *alone, *more)
         for machine in machines:
             point, cost, topology = machine.point, machine.cost, machine.topology
             assert point is not None and cost is not None
             figures = [f"{topology.chips:,}", f"{cost.days:.3g}", count(cost.chip_hours), _or_dash(cost.money, self.wanted)]
-            figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(point.step_s)]
-            figures += [percent(cost.goodput), percent(machine.scale.mfu(point.step_s))] if wide else []
+            step_s = machine.scale.expected_s(point.step_s)
+            figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(step_s)]
+            figures += [duration(point.step_s) for _ in alone]
+            figures += [percent(cost.goodput), percent(machine.scale.mfu(step_s))] if wide else []
             status = ("* " if any(machine is one for one in starred) else "  ") + ("compiled" if point.compiled else "predicted")
             layout = describe(point.layout) if wide else describe(point.layout).partition(",")[0].partition(";")[0]
             table.add_row(_name(topology), *figures, status, layout, style="" if point.compiled else "dim")
@@ -157,7 +162,7 @@ class Comparison:
             assert machine.point is not None and machine.cost is not None
             point = point_json(machine.point, machine.scale, machine.point.layout.settings(machine.config))
             cost = {"cost": to_json(machine.cost, self.wanted), "time_cost_frontier": any(machine is one for one in starred)}
-            said = {"correction": machine.scale.correction.to_json()}
+            said = {"correction": machine.scale.correction.to_json(), "assumes": list(machine.scale.assumes)}
             rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
         without = [machine.topology.name for machine in self.machines if machine.point is None and not machine.refused]
         picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
@@ -264,10 +269,26 @@ def _best(search: Search) -> Point | None:
 
 
 def _correction_line(machines: Sequence[Machine]) -> str:
-    """Factor between the estimated step and the days of each chip, and the published runs that it is from."""
+    """Factor between the estimated and the expected step of each chip, its range, and the published runs that it is from."""
     corrections = {machine.topology.chip.name: machine.scale.correction for machine in machines}
-    each = (f"{chip} x {corrected.middle:.2f} ({corrected.sentence})" for chip, corrected in corrections.items())
-    return f"Days and costs are with the estimated step times the median of published runs: {'; '.join(each)}."
+    if not any(corrected.ratios for corrected in corrections.values()):
+        return f"Steps are estimates, and not corrected: {next(iter(corrections.values())).sentence}."
+    each = (
+        f"{chip} {corrected.middle:.2f}, {corrected.range[0]:.2f} to {corrected.range[1]:.2f} ({corrected.sentence})"
+        for chip, corrected in corrections.items()
+    )
+    return f"Steps, days and costs are expected: the estimate times the factor of published runs, within its range. {'; '.join(each)}."
+
+
+def _above_best(machines: Sequence[Machine]) -> list[str]:
+    """A sentence for each chip on which a row has an MFU above the best published, by its highest."""
+    found = {}
+    for machine in sorted(machines, key=lambda one: one.scale.mfu(one.point.step_s) if one.point else 0.0):
+        assert machine.point is not None
+        source = source_of(machine.topology.chip, compiled=machine.point.compiled)
+        if said := machine.scale.above_best(machine.point.step_s, source):
+            found[machine.topology.chip.name] = f"{_name(machine.topology)}: {said[0].lower()}{said[1:]}"
+    return list(found.values())
 
 
 def _price_line(machines: Sequence[Machine], wanted: Wanted) -> str:

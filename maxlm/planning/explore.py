@@ -120,7 +120,9 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that fits; of two alike, the smaller."""
+        """The fastest that fits; of two alike, the smaller. Estimates decide: the correction of a chip, format and kind of model is one
+        factor for all layouts, and changes no order.
+        """
         fitting = (one for one in self.trials if one.verdict.fits)
         return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from maxlm.base.errors import ConfigError, UserError
 from maxlm.compiler.aot import available_hbm, devices, why_not
@@ -11,14 +11,14 @@ from maxlm.config.schema import Config
 from maxlm.cost.advice import changed
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
+from maxlm.cost.expected import StepScale, step_scale
 from maxlm.cost.mesh_links import axis_links, node_links
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.verify import Compiler, Verdict
-from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
-from maxlm.hardware.published_runs import Correction, correction
+from maxlm.hardware.chips import GIB, WORTH, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.vocabulary import vocabulary
-from maxlm.models import mfu_format, step_flops
+from maxlm.models import mfu_format
 from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic, host_room
@@ -29,28 +29,16 @@ from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
 MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
+MATMULS: Mapping[str, MatmulFormat] = {"bf16": "bf16", "int8": "int8", "fp8": "e4m3"}  # formats of `Plan.formats`
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Converts estimated seconds a step into run time, chip-hours and MFU. All figures are for all devices together."""
+class Scale(StepScale):
+    """Converts estimated seconds of a step into run time and chip-hours, too."""
 
-    tokens_per_step: int
-    model_flops: float  # of a step
-    peak_flops: float
-    peak_name: str  # format of that peak: "bf16", "int8" or "fp8"
     tokens: float  # of the whole run
     chips: int
-    correction: Correction
-
-    def expected_s(self, step_s: float) -> float:
-        """Seconds a step corrected by the median of published runs; run times and costs are computed from it."""
-        return self.correction.middle * step_s
-
-    def mfu(self, step_s: float) -> float:
-        """Model FLOPs over the devices' peak FLOPs in that time."""
-        return self.model_flops / (step_s * self.peak_flops)
 
     def seconds(self, step_s: float) -> float:
         """Duration of the whole run, if no time is lost, with steps of `expected_s`."""
@@ -80,6 +68,10 @@ class Plan:
     def chosen(self) -> Trial | None:
         """The fastest compiled layout that fits."""
         return self.search.best
+
+    def expected_in(self, format: str, step_s: float) -> float:
+        """Expected seconds of a step that is estimated to take `step_s` with matmuls in `format`: bf16, int8 or fp8."""
+        return replace(self.scale, format=MATMULS[format]).expected_s(step_s)
 
     def cost(self, wanted: Wanted) -> RunCost | None:
         """Cost of the run in the chosen layout."""
@@ -137,7 +129,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
             number = f"{tried + 1} of at most {most}"
             if search.trial_s:
                 number = f"layers without a loop: {tried + 1 - search.began} of at most {unrolled}"
-            best = f"fastest step so far {duration(search.best.verdict.step_s)}; " if search.best else ""
+            best = f"fastest step so far {duration(scale.expected_s(search.best.verdict.step_s))}; " if search.best else ""
             left_s = explore.most_left_s(search, unrolled if search.trial_s else most, (now - began) / max(1, tried))
             left = f", at most about {duration(left_s)} more" if left_s else ""
             show_progress(
@@ -185,15 +177,8 @@ def analytic_model(config: Config, topology: Topology, flash: bool | None = None
 
 def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     """The scale of a run of `tokens` tokens, by default as many as in the config."""
-    return Scale(
-        tokens_per_step=config.tokens_per_step,
-        model_flops=step_flops(config.model, config.data.seq_len, config.tokens_per_step),
-        peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config.precision.matmul)),
-        peak_name=PEAK_NAMES[mfu_format(config.precision.matmul)],
-        tokens=tokens if tokens is not None else config.total_tokens,
-        chips=topology.chips,
-        correction=correction(topology.chip, mfu_format(config.precision.matmul), experts=config.model.moe is not None),
-    )
+    step = step_scale(config, topology)
+    return Scale(**vars(step), tokens=tokens if tokens is not None else config.total_tokens, chips=topology.chips)
 
 
 def _why_none(search: Search, model: Analytic) -> str:

@@ -24,11 +24,9 @@ from maxlm.config.sections.cluster import topology_of
 from maxlm.config.table import present
 from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
-from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
-from maxlm.hardware.published_runs import correction
+from maxlm.hardware.chips import CHIPS, GIB, Chip
 from maxlm.hardware.topologies import is_tpu, near, parse
 from maxlm.planning.run_cost import Wanted
-from maxlm.telemetry.formatting import duration
 
 if TYPE_CHECKING:
     from maxlm.planning.layouts import Layout
@@ -137,9 +135,7 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
         raise UserError(f"--any-format compiles layouts of each format, and {plan.topology.name}: {plan.uncompiled}.")
     if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
         return plan
-    matmuls: Mapping[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
-    chip, experts = plan.topology.chip, plan.loaded.config.model.moe is not None
-    format = min(plan.quantized, key=lambda name: correction(chip, matmuls[name], experts=experts).middle * plan.quantized[name])
+    format = min(plan.quantized, key=lambda name: plan.expected_in(name, plan.quantized[name]))
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
@@ -200,6 +196,7 @@ def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:
 
 def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, UserError | None]:
     """Write config and chart of the chosen layout: (their paths, None), or (None, the error)."""
+    from maxlm.cost.expected import source_of
     from maxlm.planning.plan import machine_name
     from maxlm.planning.plan_output import draw
 
@@ -209,17 +206,18 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
     size = f"{picked.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     how = "as compiled" if picked.compiled else "estimated, not compiled"
+    source = source_of(plan.topology.chip, compiled=picked.compiled)
     train, tiers = plan.loaded.config.train, plan.loaded.config.memory.offload_state
     refused = train.batch_ramp or (tiers is not None and tiers.on_nvme)  # by training; else `maxlm compile` says what the plan says
     calibration = {FIELD: str(request.calibration.absolute())} if request.calibration is not None and not refused else {}
-    remark = f"{CHOSEN} for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
+    remark = f"{CHOSEN} for {machine}: {plan.scale.both(picked.step_s, source)}, {size} a device, {how}."
     try:
         _write_config(
             config,
             as_yaml(request.name, plan.loaded, picked.layout, config, remark, calibration),
             may_replace=request.out is not None,
         )
-        draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
+        draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available, plan.scale)
     except UserError as error:
         return None, error
     except OSError as error:

@@ -1,6 +1,7 @@
 """A plan on a console, as a chart and as JSON."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from maxlm.base.atomic import replacing
 from maxlm.base.console import Console, print_line
 from maxlm.base.errors import printable, shell_command
 from maxlm.cost.compile_command import output_console
-from maxlm.cost.compile_report import expected_line
+from maxlm.cost.expected import source_of
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.vocabulary import vocabulary
 from maxlm.planning import run_cost
@@ -24,6 +25,7 @@ from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.formatting import count, duration, percent
 
 WIDE = 100  # columns
+ALONE = "estimate"  # column of the steps that nothing corrects
 MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 
@@ -50,28 +52,27 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
         advice = f"No layout fits: use a smaller train.global_batch or data.seq_len, or more {more}."
         console.print(advice if search.trials or plan.uncompiled else "No layout was compiled: these are predictions.", style="bold")
         return
-    _show_not_taken(search, console)
+    _show_not_taken(search, plan.scale, console)
     step_s, size = picked.step_s, f"{picked.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
-    of_peak = f" of the {plan.scale.peak_name} peak" if plan.scale.peak_name != "bf16" else ""
-    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{of_peak}"
-    console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
-    counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
-    console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
+    console.print(f"{plan.scale.headline(step_s)}, {size} a device, {run}; {_compare_to_own(plan)}")
+    for note in plan.scale.notes(step_s, source_of(plan.topology.chip, compiled=picked.compiled)):
+        console.print(note)
     runs = plan.topology.is_tpu or kernel_runs(asked.model, asked.data.seq_len, asked.precision.compute, plan.topology.chip)
     if not runs:
         console.print(
             f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
         )
     for format, compiled_s in plan.formats.items():
-        console.print(f"The fastest layout in {format}: {duration(compiled_s)}, compiled.")
+        console.print(f"The fastest layout in {format}: {duration(plan.expected_in(format, compiled_s))} expected, compiled.")
     if plan.unformatted:
         console.print(f"--any-format has found nothing, {plan.unformatted}")
     for format, predicted_s in plan.quantized.items():
         if format not in plan.formats:
-            console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
+            expected = duration(plan.expected_in(format, predicted_s))
+            console.print(f"With precision.matmul.format={format}: {expected} expected, not compiled; --any-format finds its layout.")
     if ramp := run_cost.ramp_line(asked.train):
         console.print(ramp)
     if (cost := plan.cost(wanted)) is not None:
@@ -86,14 +87,14 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
         )
 
 
-def _show_not_taken(search: Search, console: Console) -> None:
+def _show_not_taken(search: Search, scale: Scale, console: Console) -> None:
     """Print the layouts that were predicted to be faster than the chosen one, each with the reason why it was not taken."""
     others = not_taken(search)
     if others:
         console.print("Predicted to be faster, and not taken:")
         for one, before in zip(others, [None, *others], strict=False):
             reason = "the same" if before is not None and one.reason == before.reason else one.reason
-            console.print(f"  {duration(one.predicted_s)} {describe(one.layout)}: {reason}", style="dim")
+            console.print(f"  {duration(scale.expected_s(one.predicted_s))} {describe(one.layout)}: {reason}", style="dim")
     if search.looped:
         console.print(f"  without a loop over layers: not compiled: {search.looped}", style="dim")
     if others or search.looped:
@@ -113,6 +114,9 @@ def _sources(plan: Plan) -> str:
 
 
 def _compare_to_own(plan: Plan) -> str:
+    def expected(step_s: float) -> str:
+        return duration(plan.scale.expected_s(step_s))
+
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
@@ -120,29 +124,31 @@ def _compare_to_own(plan: Plan) -> str:
         mine = next((point for point in plan.points if point.layout == plan.own), None)
         if mine is None:
             return "your own settings do not fit, by estimate"
-        return "these are your own settings" if mine == plan.picked else f"your own settings: {duration(mine.step_s)}"
+        return "these are your own settings" if mine == plan.picked else f"your own settings: {expected(mine.step_s)}"
     if own is None and plan.formats:
         return "your own settings were compiled in another format alone"
     if own is None or not own.verdict.fits:
         return "your own settings do not fit"
-    return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
+    return "these are your own settings" if own is plan.chosen else f"your own settings: {expected(own.verdict.step_s)}"
 
 
 def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sources: str) -> None:
     """Print `points`, one a line, in their order; a narrow console gets fewer columns. `sources`: where the figures come from."""
     rates = ("tokens/s", "run") if console.width >= WIDE else ()
-    table = layout_table("step", "MFU", *rates, "HBM")
+    alone = (ALONE,) if scale.correction.ratios else ()
+    table = layout_table("step", "MFU", *alone, *rates, "HBM")
     for point in points:
         mark = ("* " if point.frontier else "  ") + ("compiled" if point.compiled else "predicted")
-        figures = [duration(point.step_s), percent(scale.mfu(point.step_s))]
-        figures += [count(scale.tokens_per_step / point.step_s), duration(scale.seconds(point.step_s))] if rates else []
+        step_s = scale.expected_s(point.step_s)
+        figures = [duration(step_s), percent(scale.mfu(step_s)), *(duration(point.step_s) for _ in alone)]
+        figures += [count(scale.tokens_per_step / step_s), duration(scale.seconds(point.step_s))] if rates else []
         if not point.fits:
             figures, mark = ["-"] * len(figures), "  too large"
         style = "" if point.compiled and point.fits else "dim"
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
     mfu = f" MFU is a share of the {scale.peak_name} peak." if scale.peak_name != "bf16" else ""
-    run = f" Run: with steps {scale.correction.middle:.2f} times as long." if rates and scale.correction.ratios else ""
+    run = f" step, MFU{', tokens/s, run' if rates else ''}: with {scale.correction.middle:.2f} times {ALONE}." if alone else ""
     console.print(f"*: no other is both faster and smaller.{mfu}{run} {sources}", style="dim")
 
 
@@ -172,6 +178,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
         "tokens": plan.scale.tokens,
         "mfu_peak": plan.scale.peak_name,
         "correction": plan.scale.correction.to_json(),
+        "assumes": list(plan.scale.assumes),
         "available_bytes": search.available,
         "layouts": {
             "counted": search.counted,
@@ -183,7 +190,12 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
         },
         "end": search.end,
         "not_taken": [
-            {"settings": one.layout.settings(plan.loaded.config), "predicted_step_s": one.predicted_s, "reason": one.reason}
+            {
+                "expected_step_s": plan.scale.expected_times(one.predicted_s),
+                "predicted_step_s": one.predicted_s,
+                "settings": one.layout.settings(plan.loaded.config),
+                "reason": one.reason,
+            }
             for one in not_taken(search)
         ],
         "loop_over_layers_stays": search.looped or None,
@@ -193,6 +205,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
         "chosen": as_json(plan.picked) if plan.picked else None,
         "cost": run_cost.to_json(cost, wanted) if (cost := plan.cost(wanted)) else None,
         "own": as_json(own) if own is not None else None,
+        "expected_in": {name: plan.expected_in(name, step_s) for name, step_s in {**plan.quantized, **plan.formats}.items()},
         "quantized": dict(plan.quantized),
         "formats": dict(plan.formats),
         "frontier": [as_json(point) for point in points],
@@ -203,17 +216,16 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
 
 def point_json(point: Point, scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the frontier, of a layout with `settings`; times are None where it does not fit, and `run_s` is by `expected_step_s`."""
-    figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "expected_step_s", "run_s", "chip_hours"))
-    if point.fits:
-        step_s = point.step_s
-        whole = (scale.expected_s(step_s), scale.seconds(step_s), scale.chip_hours(step_s))
-        figures = dict(zip(figures, (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, *whole), strict=True))
+    figures = {**scale.to_json(point.step_s), "run_s": scale.seconds(point.step_s), "chip_hours": scale.chip_hours(point.step_s)}
+    if not point.fits:
+        figures = dict.fromkeys(figures)
     marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
-    return {"settings": settings, "needed_bytes": point.needed, **marks, **figures}
+    return {**figures, "settings": settings, "needed_bytes": point.needed, **marks}
 
 
-def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int) -> None:
-    """Write a PNG of step time against memory; `available`: HBM of a device, `chosen`: the chosen point. Raises OSError."""
+def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int, scale: Scale) -> None:
+    """Write a PNG of expected step time against memory; `available`: HBM of a device, `chosen`: the chosen point. Raises OSError."""
+    *points, chosen = (replace(one, step_s=scale.expected_s(one.step_s)) for one in (*points, chosen))
     compiled = [point for point in points if point.compiled and point.fits]
     top = 1.1 * max(point.step_s for point in (chosen, *compiled) if point.step_s < 2 * chosen.step_s)  # slower ones are of no interest
     top = top if compiled else 1.5 * chosen.step_s
@@ -221,7 +233,7 @@ def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, availab
     leaner = sorted((point for point in predicted if point.frontier), key=lambda point: point.needed)
     refused = [point.needed / GIB for point in points if not point.fits]
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="HBM that a device needs, GiB", ylabel="step time, s")
+    axes = figure.add_subplot(xlabel="HBM that a device needs, GiB", ylabel="expected step time, s")
     axes.set_title(title, parse_math=False)  # a `$` in the name of a run is no formula
     axes.scatter(*_coordinates(predicted[:: 1 + len(predicted) // MOST_PREDICTED]), s=8, color="0.8", label="predicted")
     if leaner:

@@ -82,7 +82,8 @@ class SamplePrinter(Protocol):
     ) -> dict[str, str | None]: ...
 
 
-Predictor = Callable[[Config, Sequence[str]], Callable[[Program], float]]  # of the host of each process, too
+StepPredictor = Callable[[Program], dict[str, Any]]  # figures as `telemetry.predicted` has them
+Predictor = Callable[[Config, Sequence[str]], StepPredictor]  # of the host of each process, too
 
 
 def run_training(
@@ -208,7 +209,7 @@ def _bill(run: OpenRun) -> Bill:
     return Bill(rates, before, counters, began=run.context.phases.began)
 
 
-def _train(run: OpenRun, stop: StopSignal, bill: Bill | None, predict: Callable[[Program], float] | None, *, concluded: bool) -> Outcome:
+def _train(run: OpenRun, stop: StopSignal, bill: Bill | None, predict: StepPredictor | None, *, concluded: bool) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     context, directory, attempt = run.context, run.directory, secrets.token_hex(8)
     goodput, here, watchdog = context.goodput, context.cluster, context.watchdog
@@ -347,10 +348,10 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
     }
 
 
-def _on_all_hosts(predictor: Predictor | None, context: RunContext) -> Callable[[Program], float] | None:
+def _on_all_hosts(predictor: Predictor | None, context: RunContext) -> StepPredictor | None:
     """The function that predicts a step, if there is a predictor. Raises UserError in all processes alike."""
 
-    def predict() -> Callable[[Program], float] | None:
+    def predict() -> StepPredictor | None:
         try:
             return None if predictor is None else predictor(context.asked, context.cluster.hosts)
         except UserError as error:
@@ -362,7 +363,7 @@ def _on_all_hosts(predictor: Predictor | None, context: RunContext) -> Callable[
     return agree.on_all(predict)  # also without a predictor: configs are compared later, and may differ here
 
 
-def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict[str, Any]:
+def _predicted(run: OpenRun, predict: StepPredictor | None) -> dict[str, Any]:
     """Memory and seconds of the compiled step, for the event `start`. No failure of a prediction changes the run."""
     if not run.trains:
         return {}
@@ -370,7 +371,7 @@ def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict
     try:
         found[predicted.MEMORY] = needed_by(run.program.step, jax.default_backend())
         if predict is not None and run.directory.primary:
-            found[predicted.STEP] = predict(run.program)
+            found |= predict(run.program)
     except Exception:
         logging.getLogger(__name__).warning("memory or time of a step could not be predicted", exc_info=True)
     return {"predicted": found}

@@ -6,6 +6,8 @@ from tiny import tiny_config
 
 from maxlm.cost.prediction import by_part, predict
 from maxlm.cost.step_cost import OpCost
+from maxlm.hardware.chips import chip_named
+from maxlm.hardware.published_runs import correction
 
 BODY = "jit(train_step)/transpose(jvp())/while/body/closed_call/checkpoint"
 
@@ -40,7 +42,8 @@ def test_times_add_up_by_part_and_phase():
     ids=["no cluster", "no text", "not compiled", "no calibration"],
 )
 def test_without_a_prediction_the_page_says_why(config, text, why):
-    predicted, note = predict(config, text)
+    predicted, factor, note = predict(config, text)
+    assert factor == 1.0
     assert predicted is None
     assert note.startswith("No prediction: ")
     assert why in note
@@ -78,7 +81,8 @@ def test_a_prediction_that_fails_or_is_too_low_says_so(monkeypatch):
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
     config = tiny_config(cluster={"topology": "h100:1x1"})
-    predicted, note = predict(config, PROGRAM.replace("PLACE", "S(5)"))
+    predicted, _, note = predict(config, PROGRAM.replace("PLACE", "S(5)"))
     assert predicted is None and note.startswith("No prediction: The bandwidth between a H100 and its host is unknown")
-    predicted, note = predict(config, PROGRAM.replace(":PLACE", ""))
+    predicted, factor, note = predict(config, PROGRAM.replace(":PLACE", ""))
+    assert factor == correction(chip_named("H100"), "bf16", experts=False).middle > 1 and note.startswith(f"Expected: {factor:.3g} times")
     assert predicted and "How often these loops turn is not in the compiled program: w. They count once" in note

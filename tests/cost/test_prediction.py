@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import tiny_config
 
 from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.cost.calibration import Calibration, Factors, Measured
-from maxlm.cost.prediction import cpu_chip, predictor, topology_of
+from maxlm.cost.expected import EVEN_LOADS, step_scale
+from maxlm.cost.prediction import _prediction, cpu_chip, predictor, topology_of
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import chip_of
+from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
 N, FLOPS, BYTES = 256, 1e10, 1e9
@@ -100,6 +103,15 @@ def test_several_cpu_devices_are_refused_and_one_is_not(tmp_path, monkeypatch):
         predictor(ramped)
 
 
+def test_a_step_on_a_tpu_is_predicted_with_the_correction_of_its_chip_first():
+    """Its speeds are XLA's own: published runs correct them, and experts are assumed to be loaded evenly."""
+    scale = step_scale(tiny_config(model={"moe": {"n_experts": 4, "top_k": 2, "d_ff": 48}}), parse("v5p:2x2x1"))
+    said = _prediction(scale, 2.0)
+    assert list(said) == ["expected_step_s", "step_s", "basis", "assumes"]
+    assert said["expected_step_s"]["middle"] == pytest.approx(2 * scale.correction.middle) != 2.0 == said["step_s"]
+    assert said["assumes"] == [EVEN_LOADS] and "published run" in said["basis"]
+
+
 def test_a_loop_whose_turns_are_not_known_is_named_in_the_log(tmp_path, monkeypatch, caplog):
     """It counts once: the time is too small."""
     path = tmp_path / "c.json"
@@ -113,8 +125,10 @@ def test_a_loop_whose_turns_are_not_known_is_named_in_the_log(tmp_path, monkeypa
     step = jax.jit(until).lower(1.0, jnp.ones((N, N))).compile()
     mesh = jax.make_mesh((1,), ("data",), devices=one)
     found = config(path)
-    seconds = predictor(found)(SimpleNamespace(step=step, mesh=mesh, config=found))
-    assert seconds == pytest.approx(2 * N**3 / FLOPS, rel=0.5)
+    said = predictor(found)(SimpleNamespace(step=step, mesh=mesh, config=found))
+    assert said["step_s"] == pytest.approx(2 * N**3 / FLOPS, rel=0.5)
+    assert said["expected_step_s"] == dict.fromkeys(("low", "middle", "high"), said["step_s"]), "its speeds are measured"
+    assert "measured on this machine" in said["basis"] and said["assumes"] == []
     assert "predicted time of a step: How often these loops turn is not in the compiled program: while" in caplog.text
 
 

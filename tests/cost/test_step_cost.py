@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from maxlm.base.errors import UserError
+from maxlm.cost.compile_report import second_opinion_line
 from maxlm.cost.efficiency import HBM_SHARE
 from maxlm.cost.network import AxisLinks, Network
-from maxlm.cost.step_cost import StepCost, estimate
+from maxlm.cost.step_cost import SecondOpinion, StepCost, estimate
 from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, AttentionShare, Chip, chip_named
 from maxlm.hlo import parser
 from maxlm.hlo.hbm_traffic import moved_bytes
@@ -95,10 +96,21 @@ def test_a_program_costs_the_same_with_and_without_cycles(name):
     scheduled = estimate(parser.read(re.sub(r'"estimated_cycles":"\d+",?', "", text)), CHIP[chip], sizes, ring(sizes), top=10_000)
     stated = price(name)
     module = parser.read(text)
-    assert stated == dataclasses.replace(scheduled, xla_s=stated.xla_s)
-    assert scheduled.xla_s is None
+    second = stated.second_opinion
+    assert stated == dataclasses.replace(scheduled, second_opinion=second)
+    assert scheduled.second_opinion is None
     expected = sum(run.times * (run.op.cycles or 0) for run in module.executed()) / chip_named(chip).clock_hz
-    assert stated.xla_s == (pytest.approx(expected) if module.has_cycles else None)
+    assert (second is not None) == module.has_cycles
+    if second is not None:
+        assert second.xla_s == pytest.approx(expected)
+        kernels = sum(op.seconds for op in stated.top if op.kind in ("attention", "kernel"))
+        assert second.ours_s == pytest.approx(stated.compute_s - kernels)
+
+
+@pytest.mark.parametrize(("ours_s", "off"), [(3.0, "25.0% less"), (5.0, "25.0% more")])
+def test_the_second_opinion_is_compared_in_both_directions(ours_s, off):
+    line = second_opinion_line(SecondOpinion(xla_s=4.0, ours_s=ours_s))
+    assert line == f"all but kernels and communication: {ours_s:g} s; by XLA's own cycles 4 s (ours is {off})"
 
 
 NARROW = """HloModule narrow, is_scheduled=true
@@ -497,6 +509,9 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     assert flops("splash_mha_dkv", f"({shape}, {shape}, {shape})") == 5 * pairs
     assert flops("splash_fwd", shape, turned) == 2 * pairs
     assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs
+    narrow, wide = (shape.replace("128", str(dim)) for dim in (64, 192))
+    assert flops("splash_fwd", narrow, narrow) == 2 * pairs, "half of the lanes are idle"
+    assert flops("splash_mha_dkv", f"({wide}, {wide}, {wide})", wide) == 5 * 2 * pairs
 
 
 def test_the_mask_of_an_attention_kernel_is_no_operand_of_its_matmuls():
@@ -535,6 +550,23 @@ def test_attention_is_priced_at_the_length_that_a_query_meets(name, keys, length
     charged = causal if name == "causal" else stated
     assert cost.attention_flops == pytest.approx(charged)
     assert cost.attention_s == pytest.approx(charged / (0.8 / (1 + 1000 / length) * chip.peak_bf16_flops))
+
+
+def test_a_product_that_uses_each_number_once_is_charged_its_bytes():
+    """`BKE,BK->BE` with 4 rows a token: padded to the matrix unit it would take 64 times as long as its bytes."""
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main () -> bf16[512,2880,1] {
+  %rows = bf16[512,2880,4]{2,1,0} parameter(0)
+  %weights = bf16[512,4,1]{2,1,0} parameter(1)
+  ROOT %sum = bf16[512,2880,1]{2,1,0} convolution(%rows, %weights), window={size=512 stride=511 lhs_dilate=512}, dim_labels=0bf_0io->0bf
+}
+"""
+    chip = chip_named("tpu7x")
+    cost = estimate(parser.read(text), chip, {}, {})
+    moved = 2 * (512 * 4 * 2880 + 512 * 4 + 512 * 2880)
+    assert cost.matmul_flops == 2 * 512 * 4 * 2880
+    assert cost.total_s == pytest.approx(HBM_LATENCY_S + moved / (HBM_SHARE * chip.hbm_bytes_per_s_per_device))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,18 @@ def test_the_time_of_a_step_and_the_memory_of_a_process(tmp_path):
     ]
 
 
+def test_a_corrected_step_is_compared_before_its_estimate(tmp_path):
+    """The report names the range, the runs that correct it and what the model's figures assume."""
+    expected = {"low": 0.45, "middle": 0.5, "high": 0.6}
+    said = {"expected_step_s": expected, "step_s": 0.4, "basis": "9 of 10 published runs took more", "assumes": ["Loads are even."]}
+    run = run_with(tmp_path, [(0, {"predicted": said})], [{"step": i, "step_time_s": 0.44} for i in (1, 2)])
+    (sentence,) = filter(None, (figure.sentence() for figure in read_compared(run)))
+    assert sentence == "median step 0.44 s, expected 0.5 s (12.0% less than expected); estimated 0.4 s (10.0% more than estimated)"
+    page = write_report([run.path], tmp_path / "report.html").read_text()
+    assert page.index("<dt>Step, expected</dt><dd>0.5 s (0.45 s to 0.6 s)</dd>") < page.index("<dt>Step, estimated</dt><dd>0.4 s</dd>")
+    assert "Prediction of the step: 9 of 10 published runs took more." in page and "Prediction of the step: Loads are even." in page
+
+
 @pytest.mark.parametrize("start", [{}, {"predicted": None}, {"predicted": {"memory_bytes": None}}, {"predicted": {"memory_bytes": "much"}}])
 def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     run = run_with(tmp_path, [(0, start)], [{"step": 1, "memory_peak_bytes": None}])

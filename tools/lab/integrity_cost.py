@@ -33,7 +33,7 @@ def main(run: str, *overrides: str) -> None:
     program = build(config, topology)
     step = program_cost(program, read(compile_program(program, topology).text), topology)
     sizes = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
-    print(f"{run} {' '.join(overrides)} on {topology.name}, mesh {sizes}: step {step.total_s:.3f} s")
+    print(f"{run} {' '.join(overrides)} on {topology.name}, mesh {sizes}: estimates alone, step {step.total_s:.3f} s")
     replicas = Replicas(program.mesh, program.abstract_state)
     _show("comparison of copies", program, replicas.program, step.total_s, settings.every_steps, topology)
     print(f"    reads {replicas.bytes_on_a_device / GIB:.3f} GiB of a device, {len(replicas.names)} leaves")

@@ -57,7 +57,7 @@ def price(run: str, names: list[str], overrides: list[str], step_s: float | None
     if step_s is None:
         program = build(config, topology)
         step_s = program_cost(program, read(compile_program(program, topology).text), topology).total_s
-    print(f"{run} {' '.join(overrides)} on {topology.name}: step {step_s:.3f} s", flush=True)
+    print(f"{run} {' '.join(overrides)} on {topology.name}: estimates alone, step {step_s:.3f} s", flush=True)
     for name in names:
         settings = load(run, [*overrides, f"optimizer.name={name}"]).config
         program = build(settings, topology)

@@ -36,7 +36,8 @@ class Facts:
     steps: int = 1  # that the trace covers
     step: int | None = None  # update before the first of them
     hardware: str = ""
-    predicted: Predicted | None = None
+    predicted: Predicted | None = None  # the estimate
+    factor: float = 1.0  # of the estimate, for the expected seconds
     prediction_note: str = "The trace alone is known here, so there is no prediction."
     viewer_file: str = "trace.json.gz"
     notes: Sequence[str] = field(default_factory=tuple)
@@ -96,18 +97,24 @@ def _parts(profile: Profile, facts: Facts) -> str:
     drawn = [(TITLES[scope], sum(measured[scope].values())) for scope in order]
     predicted = facts.predicted or {}
     known = facts.predicted is not None
-    heads = ["part", *PHASES, "all", "share", *(["predicted", "of predicted"] if known else [])]
+    heads = ["part", *PHASES, "all", "share"]
+    heads += ["expected", "of expected", "estimate"][: 3 if facts.factor != 1 else 2] if known else []
+
+    def against(measured: float, estimate: float) -> list[str]:
+        """Cells of the prediction; without a correction the estimate is the expected time."""
+        expected = facts.factor * estimate
+        cells = [_short(expected), _ratio(_a_step(measured, profile, facts), expected), _short(estimate)]
+        return cells[: 3 if facts.factor != 1 else 2] if known else []
+
     rows = []
     for scope in [*order, *(scope for scope in predicted if scope not in measured)]:
-        phases, expected = measured.get(scope, {}), sum(predicted.get(scope, {}).values())
+        phases = measured.get(scope, {})
         whole = sum(phases.values())
         cells = [_time(phases.get(phase, 0), profile, facts) for phase in PHASES]
-        cells += [_time(whole, profile, facts), percent(whole / total)]
-        cells += [_short(expected), _ratio(_a_step(whole, profile, facts), expected)] if known else []
+        cells += [_time(whole, profile, facts), percent(whole / total), *against(whole, sum(predicted.get(scope, {}).values()))]
         rows.append([escape(TITLES[scope]), *cells])
     sums = [sum(phases.get(phase, 0) for phases in measured.values()) for phase in PHASES]
-    expected = sum(sum(phases.values()) for phases in predicted.values())
-    last = [_short(expected), _ratio(_a_step(total, profile, facts), expected)] if known else []
+    last = against(total, sum(sum(phases.values()) for phases in predicted.values()))
     rows.append(["<b>all</b>", *(_time(time, profile, facts) for time in sums), _time(total, profile, facts), "100.0%", *last])
     unit = "time of threads" if profile.is_cpu else "device time"
     unnamed = f" {_COMMAND_BUFFERS}" if profile.is_gpu and (profile.attributed or 0.0) < _WELL else ""

@@ -14,7 +14,7 @@ from maxlm.telemetry.course import first_step_since
 from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent
 from maxlm.telemetry.ledger import OVER
-from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
+from maxlm.telemetry.predicted import MEMORY, STEP, expected_of, predicted_of, sentences_of
 from maxlm.telemetry.report.load import Run, Series
 
 
@@ -89,9 +89,10 @@ def _losses(run: Run) -> list[str]:
 
 
 def notes_of(run: Run) -> list[str]:
-    """Sentences about what is missing or damaged, and about losses and gradients that are not finite at the end."""
+    """Sentences about missing or damaged files, the basis of a predicted step, and losses and gradients that are not finite at the end."""
     lost = {name: step for name, step in run.lost.items() if name in ("loss", "grad_norm") or name.startswith("eval_loss")}
-    return run.notes + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
+    prediction = [f"Prediction of the step: {sentence}" for sentence in sentences_of(run.start)]
+    return run.notes + prediction + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
 
 
 def _progress(run: Run, values: Mapping[str, float | None]) -> str:
@@ -139,6 +140,19 @@ def _data_wait(run: Run) -> float | None:
 def _compared_step(run: Run) -> float | None:
     """Median step, where one was predicted."""
     return None if predicted_of(run.start, STEP) is None else _median(_of_prediction(run, run.get("step_time_s")))
+
+
+def _corrected_step(run: Run) -> float | None:
+    """Estimated seconds of a step, where the expected ones differ."""
+    estimate = predicted_of(run.start, STEP)
+    return None if estimate == expected_of(run.start).get("middle") else estimate
+
+
+def _expected_step(run: Run, seconds: float) -> str:
+    """`0.61 s (0.58 s to 0.66 s)`, or `0.61 s` without a range."""
+    expected = expected_of(run.start)
+    low, high = duration(expected["low"]), duration(expected["high"])
+    return duration(seconds) + (f" ({low} to {high})" if expected["low"] < expected["high"] else "")
 
 
 def _energy_a_token(run: Run) -> float | None:
@@ -250,7 +264,8 @@ FIGURES = {
     "mfu": Figure("MFU", "of the hardware's peak", _on_newest_hardware("mfu"), _plain(percent)),
     "data_wait": Figure("Data wait", "of a step's time", _data_wait, _plain(percent)),
     "step_s": Figure("Step", "median", _compared_step, _plain(duration)),
-    "predicted_step_s": Figure("Step, predicted", "before the first one", _predicted(STEP), _plain(duration)),
+    "expected_step_s": Figure("Step, expected", "before the first one", lambda run: expected_of(run.start).get("middle"), _expected_step),
+    "predicted_step_s": Figure("Step, estimated", "without the correction by published runs", _corrected_step, _plain(duration)),
     "peak_memory": Figure("Peak memory", "of the fullest device", _peak_memory, _plain(in_bytes)),
     "predicted_memory": Figure("Memory, predicted", "of a device, by the compiler", _predicted(MEMORY), _plain(in_bytes)),
     "seconds": Figure("Time", "since the first start", _wall_time, _plain(duration)),

@@ -35,7 +35,9 @@ def test_measured_times_stand_beside_the_predicted(profile):
     page = render(profile, FACTS)
     assert rows(page)["attention"] == ["0.02 ms", "–", "0.01 ms", "–", "0.03 ms", "35.3%", "0.01 ms", "3.00x"]
     assert rows(page)["embedding"][-2:] == ["0.001 ms", "0.00x"]  # predicted, and not seen
-    assert "predicted" not in render(profile, dataclasses.replace(FACTS, predicted=None)).replace("prediction", "")
+    corrected = rows(render(profile, dataclasses.replace(FACTS, factor=1.5)))
+    assert corrected["attention"][-3:] == ["0.015 ms", "2.00x", "0.01 ms"], "expected first, then the estimate"
+    assert "scope=col>expected" not in render(profile, dataclasses.replace(FACTS, predicted=None))
     assert rows(page)["TPU:0"] == ["0.095 ms", "0.064 ms", "0.04 ms", "0.019 ms", "0.021 ms", "0.01 ms"]
     assert "holds no allocations" in page
 
