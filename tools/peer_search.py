@@ -39,7 +39,7 @@ ATTENTION = {
 BF16, STATE = 2, 12  # bytes of an activation; of a parameter and its two moments
 RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
 BUDGET = 8  # programs a case
-DESCENT = ("mesh", "keep", "steps", "flags", "vocabulary", "attention")
+DESCENT = ("mesh", "keep", "vocabulary", "steps", "flags", "attention")
 
 
 @dataclass(frozen=True)
