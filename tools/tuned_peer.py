@@ -5,7 +5,7 @@
     python tools/tuned_peer.py FOLDER --neutral RULER --maxtext-python ENV/bin/python --machine-code [CASE ...]
 
 RULER is the folder with the neutral ruler, hlo_cost_scheduled.py. ENV is a virtual environment of its own, of Python 3.12, with MaxText in
-it: `pip install 'maxtext[tpu]==0.2.5'`. Cases and what was chosen for each are in tools/tuned_peer_rows.yml. Programs are made where FOLDER
+it: `pip install 'maxtext[tpu]==0.2.5'`. Cases are in tools/tuned_peer_rows.yml. Programs are made where FOLDER
 lacks them, half a minute each; `--machine-code` makes those with XLA's cycles, minutes each. `--search` tunes MaxText by the neutral ruler.
 """
 
@@ -44,7 +44,7 @@ from maxlm.cost.verify import Compiler  # noqa: E402
 from maxlm.hlo import parser as hlo  # noqa: E402
 from maxlm.kernels.platform import RARELY  # noqa: E402
 
-CASES = Path(__file__).with_name("tuned_peer_rows.yml")
+CASES, CHOSEN = (Path(__file__).with_name(f"tuned_peer_{kind}.yml") for kind in ("rows", "chosen"))
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tools/tuned_peer.py writes from here -->", "<!-- to here -->"
 SURE = 1.05  # of the memory there is: what should need more is not tried
@@ -105,23 +105,25 @@ def main() -> None:
 
 def read_cases() -> dict[str, tuple[Case, dict[str, Any]]]:
     """Each case and what was chosen for it; {} before its search."""
+    yaml = YAML(typ="safe", pure=True)
+    chosen = yaml.load(CHOSEN) if CHOSEN.exists() else {}
     found = {}
-    for entry in YAML(typ="safe", pure=True).load(CASES)["cases"]:
-        chosen = entry.pop("chosen", {})
+    for entry in yaml.load(CASES)["cases"]:
         lists = {key: tuple(entry[key]) for key in ("settings", "expert_groups") if key in entry}
-        found[entry["name"]] = Case(**{**entry, **lists}), chosen
+        found[entry["name"]] = Case(**{**entry, **lists}), chosen.get(entry["name"], {})
     return found
 
 
 def keep_choice(name: str, choice: Choice, tried: int) -> None:
-    """Write what the search chose beside its case."""
-    yaml = YAML(pure=True)
-    yaml.width = 200
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    document = yaml.load(CASES)
-    next(entry for entry in document["cases"] if entry["name"] == name)["chosen"] = {**choice, "tried": tried}
-    with CASES.open("w", encoding="utf-8") as file:
-        yaml.dump(document, file)
+    """Write what the search chose for a case."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    kept = {case: chosen for case, (_, chosen) in read_cases().items() if chosen} | {name: {**choice, "tried": tried}}
+    with CHOSEN.open("w", encoding="utf-8") as file:
+        file.write(
+            "# MaxText's fastest choices by the neutral ruler, and how many were tried: tools/tuned_peer.py --search writes this file.\n"
+        )
+        yaml.dump(kept, file)
 
 
 def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:

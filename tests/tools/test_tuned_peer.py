@@ -32,8 +32,7 @@ def estimate(text, chip):
     rest = {"grouped": 0.0, "matmul": 0.5, "other": 0.0, "exposed": 0.25}
     return {"total_s": 3.0 + attention, "attention": attention, **rest, "kernels": kernels}
 """
-CASE = """# A heading that stays.
-cases:
+CASE = """cases:
   - name: tiny
     title: A tiny step
     topology: v5p:2x2x1
@@ -60,6 +59,7 @@ def folder(monkeypatch, tmp_path):
     (tmp_path / "ruler").mkdir()
     (tmp_path / "ruler" / "hlo_cost_scheduled.py").write_text(RULER)
     monkeypatch.setattr(tuned_peer, "CASES", tmp_path / "cases.yml")
+    monkeypatch.setattr(tuned_peer, "CHOSEN", tmp_path / "chosen.yml")
     monkeypatch.setattr(tuned_peer, "PAGE", tmp_path / "page.md")
     monkeypatch.delitem(tuned_peer.sys.modules, "hlo_cost_scheduled", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "ruler"))
@@ -205,12 +205,11 @@ def test_what_xla_recomputes_by_itself_is_skipped(tmp_path):
 
 
 def test_search_writes_what_it_chose(run, folder, monkeypatch):
-    """The heading of the file stays, and without MaxText the page can be written again."""
+    """Without MaxText the page can be written again."""
     monkeypatch.setattr(tuned_peer, "available_hbm", lambda machine: 1 << 40)
     monkeypatch.setattr(tuned_peer, "compile_ours", _no_compiler)
     monkeypatch.setattr(peer_search.Peer.__init__, "__defaults__", (_compiles,))
     page = run(folder / "out", "--neutral", folder / "ruler", "--maxtext-python", "python", "--search")
-    assert (folder / "cases.yml").read_text().startswith("# A heading that stays.\n")
     _, chosen = tuned_peer.read_cases()["tiny"]
     assert chosen["tried"] == peer_search.BUDGET and chosen["keep"] == "q, k, v, attention, its projection, gate, up"
     assert run(folder / "out", "--neutral", folder / "ruler") == page
