@@ -39,7 +39,7 @@ ATTENTION = {
 BF16, STATE = 2, 12  # bytes of an activation; of a parameter and its two moments
 RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
 BUDGET = 8  # programs a case
-DESCENT = ("mesh", "keep", "vocabulary", "steps", "flags", "attention")
+DESCENT = ("keep", "vocabulary", "steps", "mesh", "flags", "attention")
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class Memory:
             self._known[choice["mesh"]] = choice, needed
 
     def expected(self, choice: Choice) -> int:
-        """Bytes that `choice` should need; where nothing is known of its mesh, its activations and the state."""
-        if choice["mesh"] not in self._known:
-            return self._kept(choice) + STATE * count_parameters(self._model) // self._case.machine.devices
-        like, needed = self._known[choice["mesh"]]
-        return needed + self._kept(choice) - self._kept(like)
+        """Bytes that `choice` should need: state, activations, and temporaries as a known one of its mesh has for as many tokens."""
+        state = STATE * count_parameters(self._model) // self._case.machine.devices
+        like, needed = self._known.get(choice["mesh"], (choice, state + self._kept(choice)))
+        temporaries = (needed - state - self._kept(like)) * int(like["steps"]) // int(choice["steps"])
+        return state + self._kept(choice) + temporaries
 
     def _kept(self, choice: Choice) -> int:
         tensors = (argument.removesuffix("=device") for argument in self._case.knobs["keep"][choice["keep"]])

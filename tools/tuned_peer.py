@@ -120,9 +120,7 @@ def keep_choice(name: str, choice: Choice, tried: int) -> None:
     yaml.default_flow_style = False
     kept = {case: chosen for case, (_, chosen) in read_cases().items() if chosen} | {name: {**choice, "tried": tried}}
     with CHOSEN.open("w", encoding="utf-8") as file:
-        file.write(
-            "# MaxText's fastest choices by the neutral ruler, and how many were tried: tools/tuned_peer.py --search writes this file.\n"
-        )
+        file.write("# MaxText's fastest choices by the neutral ruler, of `tried`: tools/tuned_peer.py --search writes this file.\n")
         yaml.dump(kept, file)
 
 
