@@ -331,7 +331,7 @@ def kernels_sweep(
     write: Annotated[bool, typer.Option("--write", help="Write the best into the table that the kernels read.")] = False,
     json_: Json = False,
 ) -> None:
-    """Compile our kernels for TPUs ahead of time at several block sizes, count their instructions, and rank them."""
+    """Compile our kernels and the library's for TPUs ahead of time at several block sizes, count their instructions, and rank them."""
     from maxlm.kernel_lab import kernel_commands
 
     raise typer.Exit(kernel_commands.sweep(chip or [], operation, shape or [], write=write, as_json=json_))

@@ -1,8 +1,8 @@
-"""Copy the rows of three pages to maxlm/hardware/published_runs.toml, from which estimates state their correction.
+"""Copy the rows of two pages to maxlm/hardware/published_runs.toml, from which estimates are corrected.
 
-    python tools/published_runs.py      after tools/truth.py, truth_gpu.py or truth_tpu7x.py; also writes the table in docs/truth.md
+    python tools/published_runs.py      after tools/truth.py or truth_gpu.py; also writes the tables of corrections in docs/truth.md
 
-Of docs/low_precision_speed.md come the rows that have no compiled program in docs/truth.md.
+Rows of TPUs are programs that were compiled: what the analytic model misses is no part of a correction of compiled steps.
 """
 
 import re
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "truth.md"
 ROWS_MARKS = "run = [\n", "]\n"
 PAGE_MARKS = "<!-- tools/published_runs.py writes from here -->\n", "<!-- to here -->\n"
-PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml", "low_precision_speed.md": "truth_tpu7x_rows.yml"}
+PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml"}
 FORMATS = {"fp8_full": "fp8", "int8": "int8"}  # MaxText's names
 FORMAT = re.compile(r"(?<!\w)quantization=(?P<theirs>\w+)|precision.matmul={format: (?P<ours>\w+)")
 ROW = re.compile(r"\| (?P<name>[\w.-]+) \|(?: \w[\w-]*:[\dx]+ \|)? (?P<published>\d+\.\d+)[^|]*\| (?P<predicted>\d+\.\d+) \| [+-]")
@@ -47,12 +47,12 @@ def rows() -> list[PublishedRun]:
 
 
 def _entries(file: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entries by name with their `format`, without those that another page has a compiled program of."""
+    """Entries by name with their `format`."""
     entries = file["rows"] if isinstance(file["rows"], dict) else {entry["name"]: entry for entry in file["rows"]}
     groups = file["settings"] if "settings" in file else file["groups"]
-    kept = {name: entry for name, entry in entries.items() if not entry.get("compiled")}
     return {
-        name: {**entry, "format": _format(" ".join(str(groups.get(one, one)) for one in entry["settings"]))} for name, entry in kept.items()
+        name: {**entry, "format": _format(" ".join(str(groups.get(one, one)) for one in entry["settings"]))}
+        for name, entry in entries.items()
     }
 
 

@@ -49,7 +49,7 @@ _LLAMA = "Llama 3.1 8B (arXiv 2407.21783, table 3)"
 SHAPES = (
     AttentionShape("llama-8k", 32, 8, 128, 8192, _LLAMA),
     AttentionShape("llama-8k-packed", 32, 8, 128, 8192, f"{_LLAMA}, documents of 2,048 tokens in the mean", documents=2048),
-    AttentionShape("llama-4k", 32, 8, 128, 4096, _LLAMA),
+    *(AttentionShape(f"llama-{tokens // 1024}k", 32, 8, 128, tokens, _LLAMA) for tokens in (2048, 4096, 16384, 32768)),
     AttentionShape("llama1b-8k", 32, 8, 64, 8192, "Llama 3.2 1B (meta-llama/Llama-3.2-1B config.json)"),
     AttentionShape("gemma-local-8k", 8, 4, 256, 8192, "Gemma 3 4B (arXiv 2503.19786, table 1)", window=1024),
     AttentionShape("gemma2-27b-8k", 32, 16, 128, 8192, "Gemma 2 27B, its global layers (arXiv 2408.00118, table 1)", softcap=50.0),

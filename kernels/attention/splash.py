@@ -1,6 +1,6 @@
 """Attention on TPU by jax's splash kernel: for sequences of which a head does not lie in VMEM as a whole."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,57 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.gradients import SAVED
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.attention.tpu import to_lanes
-from maxlm.kernels.platform import LANES
+from maxlm.kernels.platform import LANES, WIDE
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 
-BLOCK = 1024  # queries and keys a block, where the sequence has as many
+LONG = 8192  # tokens of a sequence from which large blocks pay forward
 LARGE_VMEM = ("TPU v5 lite", "TPU v5", "TPU v6 lite")  # 128 MiB, of which the step's compiler options let a kernel use half
+
+
+class PassBlocks(NamedTuple):
+    """Tokens of a block of queries, of a block of keys, and of its part that is computed at a time."""
+
+    queries: int
+    keys: int
+    keys_at_once: int
+
+    def within(self, seq_len: int) -> "PassBlocks":
+        """The largest blocks up to these that are multiples of `LANES` and divide the sequence, itself a multiple of `LANES`."""
+        keys = _largest_block(seq_len, self.keys)
+        return PassBlocks(_largest_block(seq_len, self.queries), keys, _largest_block(keys, self.keys_at_once))
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys}/{self.keys_at_once}"
+
+
+class SplashBlocks(NamedTuple):
+    """Blocks of both passes; `fused`: the backward pass is one kernel, else dq has one of its own, with the same blocks."""
+
+    forward: PassBlocks
+    backward: PassBlocks
+    fused: bool = True
+
+    def within(self, seq_len: int) -> "SplashBlocks":
+        """The largest blocks up to these that are multiples of `LANES` and divide the sequence, itself a multiple of `LANES`."""
+        return SplashBlocks(self.forward.within(seq_len), self.backward.within(seq_len), self.fused)
+
+    @property
+    def sizes(self) -> splash.BlockSizes:
+        """These blocks as the library takes them."""
+        queries, keys, at_once = self.backward
+        return splash.BlockSizes(
+            *self.forward,
+            block_q_dkv=queries,
+            block_kv_dkv=keys,
+            block_kv_dkv_compute=at_once,
+            block_q_dq=None if self.fused else queries,
+            block_kv_dq=None if self.fused else keys,
+            use_fused_bwd_kernel=self.fused,
+        )
+
+
+LARGE, MEDIUM = PassBlocks(2048, 2048, 512), PassBlocks(1024, 1024, 512)
 
 
 def attention_splash(
@@ -29,36 +74,37 @@ def attention_splash(
     softcap: float | None,
     device_kind: str,
     interpret: bool = False,
+    blocks: SplashBlocks | None = None,
 ) -> Float[Array, "B S H K"]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
-    head_dim = q_BSHK.shape[-1]
-    kernel = splash_kernel(q_BSHK.shape[2], q_BSHK.shape[1], mask, softcap, interpret=interpret, device_kind=device_kind)
+    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128.
+
+    `blocks`: instead of those that `blocks_of` chooses.
+    """
+    _, seq_len, heads, head_dim = q_BSHK.shape
+    kernel = splash_kernel(heads, seq_len, mask, softcap, interpret=interpret, blocks=blocks or blocks_of(seq_len, device_kind))
     heads_first = [to_lanes(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
     attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
     out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
     return jnp.where((segments_BS != 0)[..., None, None], jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2), 0)
 
 
+def blocks_of(seq_len: int, device_kind: str) -> SplashBlocks:
+    """Blocks that run. Backward, each block of keys leaves a partial sum of dq in memory: at most eight up to 32,768 tokens."""
+    if device_kind not in LARGE_VMEM or seq_len < LONG:
+        return SplashBlocks(MEDIUM, MEDIUM).within(seq_len)
+    backward = LARGE if device_kind in WIDE else MEDIUM  # where the matrix unit is the limit, large blocks waste its work on the diagonal
+    fewer = min(max(backward.keys, seq_len // 8), 4096)
+    return SplashBlocks(LARGE, backward._replace(keys=fewer)).within(seq_len)
+
+
 def splash_kernel(
-    heads: int, seq_len: int, mask: Mask, softcap: float | None, *, interpret: bool, device_kind: str
+    heads: int, seq_len: int, mask: Mask, softcap: float | None, *, interpret: bool, blocks: SplashBlocks
 ) -> splash.SplashAttentionKernel:
     """Attention of all heads of one sequence, forward and backward. `mask` is causal or bidirectional."""
     block_mask = _block_mask(mask, (seq_len, seq_len))
-    block = _largest_block(seq_len, BLOCK)
-    # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
-    wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if device_kind in LARGE_VMEM else block
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=wide,
-        block_kv_dkv_compute=_largest_block(block, BLOCK // 2),
-        use_fused_bwd_kernel=True,
-    )
     return splash.make_splash_mha_single_device(
         masks.MultiHeadMask([block_mask] * heads),
-        block_sizes=sizes,
+        block_sizes=blocks.sizes,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=SAVED,
         interpret=interpret,

@@ -97,7 +97,12 @@ def _call(
     for form, number in zip(forms, arrays, strict=True):
         out_specs += [block] * number + [scale]
         out_shape += [jax.ShapeDtypeStruct((many, wide), form.dtype)] * number + [jax.ShapeDtypeStruct((1, many), jnp.float32)]
-    moved = sum(x.size * x.dtype.itemsize for x in (*rows, *columns)) + sum(x.size * x.dtype.itemsize for x in out_shape)
+    computed = pl.estimate_cost(compute, *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*rows, *columns)))
+    cost = pl.CostEstimate(
+        flops=computed.flops + 2 * sum(arrays) * rows[0].size,  # and of each result its magnitude, and its product by the scale
+        transcendentals=computed.transcendentals,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*rows, *columns, *out_shape)),
+    )
     results = pl.pallas_call(
         functools.partial(_kernel, compute, forms, arrays, len(rows), len(columns)),
         name=name,
@@ -106,7 +111,7 @@ def _call(
         in_specs=[block] * len(rows) + [pl.BlockSpec((1, wide), lambda m: (0, 0))] * len(columns),
         out_specs=out_specs,
         scratch_shapes=[pltpu.VMEM((STEP, wide), jnp.float32)] * sum(arrays) + [pltpu.VMEM((ROWS, LANES), jnp.float32)] * len(forms),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=rows[0].size, bytes_accessed=moved),
+        cost_estimate=cost,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(kind)),
         interpret=interpret,
     )(*rows, *columns)

@@ -115,7 +115,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
         topology=topology,
         mesh=sizes,
         parameters=count_parameters(config.model),
-        scale=step_scale(config, topology),
+        scale=step_scale(config.model, config.precision.matmul, config.data.seq_len, config.tokens_per_step, topology),
         step=step,
         parts=parts,
         cost=cost,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat
 from maxlm.hardware.published_runs import Correction, best_published, correction
 from maxlm.hardware.topologies import Topology, is_tpu
@@ -40,6 +41,11 @@ class StepScale:
     def assumes(self) -> tuple[str, ...]:
         """Assumptions behind the figures, a sentence each."""
         return (EVEN_LOADS,) if self.experts else ()
+
+    @property
+    def corrected_by(self) -> str:
+        """The published runs that correct an estimate, or why none do."""
+        return f"{'' if self.correction.ratios else 'nothing is corrected: '}{self.correction.sentence}"
 
     @property
     def peak_name(self) -> str:
@@ -90,11 +96,10 @@ class StepScale:
 
     def basis(self, step_s: float, source: str) -> str:
         """The estimate by itself and the published runs that correct it, or the reason why nothing does."""
-        said = self.correction.sentence
         if not self.correction.ratios:
-            return f"By {source}, and not corrected: {said}."
+            return f"By {source}; {self.corrected_by}."
         alone = f"{source[0].upper()}{source[1:]} alone says {duration(step_s)}, MFU {self.mfu_text(step_s)}"
-        return f"{alone}; {said}."
+        return f"{alone}; {self.corrected_by}."
 
     def above_best(self, step_s: float, source: str) -> str:
         """The sentence on an MFU above the best published on the chip; empty if it is not, or nothing comparable is published."""
@@ -126,13 +131,13 @@ def source_of(chip: Chip, *, compiled: bool) -> str:
     return "the analytic model" if not compiled else "the schedule" if is_tpu(chip) else "the compiled program"
 
 
-def step_scale(config: Config, topology: Topology) -> StepScale:
-    """The scale of a step of `config` on `topology`."""
+def step_scale(model: ModelConfig, matmul: QuantizedConfig | None, seq_len: int, tokens_per_step: int, topology: Topology) -> StepScale:
+    """The scale of a step of `tokens_per_step` tokens in sequences of `seq_len`, with matmuls in the format of `matmul`, on `topology`."""
     return StepScale(
-        tokens_per_step=config.tokens_per_step,
-        model_flops=step_flops(config.model, config.data.seq_len, config.tokens_per_step),
+        tokens_per_step=tokens_per_step,
+        model_flops=step_flops(model, seq_len, tokens_per_step),
         chip=topology.chip,
         devices=topology.devices,
-        format=mfu_format(config.precision.matmul),
-        experts=config.model.moe is not None,
+        format=mfu_format(matmul),
+        experts=model.moe is not None,
     )

@@ -200,7 +200,8 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)
-    module, scale = read(step.text), step_scale(config, machine)
+    module = read(step.text)
+    scale = step_scale(config.model, config.precision.matmul, config.data.seq_len, config.tokens_per_step, machine)
     root, _ = replay(module, network)
     uses = link_uses(root, network, machine)
     found = needs(module, network, {use.kind for use in uses if use.peak > 0})

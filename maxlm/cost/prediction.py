@@ -54,14 +54,13 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
         rule = "is for a step of one program, and train.batch_ramp or memory.offload_state makes several of it"
         raise ConfigError(FIELD, path, rule, "remove it")
     topology = topology_of(found, devices)
-    scale = step_scale(config, topology)
+    scale = step_scale(config.model, config.precision.matmul, config.data.seq_len, config.tokens_per_step, topology)
     return lambda program: _prediction(scale, _step_s(program, topology))
 
 
 def _prediction(scale: StepScale, step_s: float) -> dict[str, Any]:
     """Expected and estimated seconds of a step, the sentence on what corrects the estimate, and assumptions."""
-    basis = scale.correction.sentence
-    return {EXPECTED: scale.expected_times(step_s), STEP: step_s, BASIS: basis, ASSUMES: list(scale.assumes)}
+    return {EXPECTED: scale.expected_times(step_s), STEP: step_s, BASIS: scale.corrected_by, ASSUMES: list(scale.assumes)}
 
 
 def _step_s(program: "Program", topology: Topology) -> float:
@@ -128,11 +127,11 @@ def predict(config: Config, text: str) -> tuple[Predicted | None, float, str]:
         cost = estimate(read(text), topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
     except UserError as error:
         return None, 1.0, f"No prediction: {error}"
-    scale = step_scale(config, topology)
+    scale = step_scale(config.model, config.precision.matmul, config.data.seq_len, config.tokens_per_step, topology)
     notes = [f"Estimate: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."]
     notes += ["Without transfers between slices."] if topology.slices > 1 else []
-    said, factor = scale.correction.sentence, scale.correction.middle
-    corrected = f"Expected: {factor:.3g} times the estimate; {said}." if scale.correction.ratios else f"Nothing is corrected: {said}."
+    factor = scale.correction.middle
+    corrected = f"Expected: {factor:.3g} times the estimate; {scale.corrected_by}."
     return by_part(cost.top), factor, " ".join(filter(None, [corrected, *notes, *scale.assumes, unknown_loops_line(cost.unknown_loops)]))
 
 

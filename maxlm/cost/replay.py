@@ -67,6 +67,7 @@ class _Flight:
 
     @property
     def lanes(self) -> tuple[str, ...]:
+        """Links, or the SparseCore, that it occupies."""
         return self.under_way.lanes if isinstance(self.under_way, Collective) else ("sparsecore",)
 
 

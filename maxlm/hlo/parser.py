@@ -49,6 +49,7 @@ _TYPED = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)) [a-z][\w\-]*\(")
 _AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop with a trip count that depends on data, in the name of the operation
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
 _INTEGER = re.compile(r"-?\d+")
+_TILES = re.compile(r'"tile_k\\*": (?P<deep>\d+), \\*"tile_n\\*": (?P<wide>\d+)')  # in the metadata of tokamax's kernels
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 SPARSE_CORE = "TODO(b/522284627)"  # target of the custom call that libtpu 0.0.52 wraps around what the SparseCore runs
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
@@ -273,7 +274,7 @@ def _computation(name: str, statements: list[str]) -> Computation:
     roots = [statement for statement in statements if statement.lstrip().startswith("ROOT ")]
     plain = Computation(name, tuple(map(_op, _with_elements(statements))), "")
     root = _op(roots[-1]).name if roots else ""
-    ops = tuple(_with_start(op, plain) if op.opcode.endswith("-done") else op for op in plain.ops)
+    ops = tuple(_with_start(op, plain) if op.opcode.endswith("-done") else _with_weights_once(op, plain) for op in plain.ops)
     return Computation(name, ops, root)
 
 
@@ -284,6 +285,20 @@ def _with_start(op: Op, computation: Computation) -> Op:
         source = computation.source(source.operands[0])
     begun = source.name if source is not None and source.opcode.endswith("-start") else ""
     return replace(op, start=begun)
+
+
+def _with_weights_once(op: Op, computation: Computation) -> Op:
+    """A grouped matmul of tokamax with the bytes that it moves: it states the weights of a group for every tile of rows. Where a tile holds
+    all that is summed over, the next tile of the group finds them in VMEM.
+    """
+    tiles = _TILES.search(op.attributes)
+    if tiles is None or op.stated is None or len(op.shapes[0].dims) != 2:  # the gradient of weights reads none
+        return op
+    left, weights = (computation.operand(op, len(op.operands) - place) for place in (2, 1))
+    if int(tiles["deep"]) < left.shapes[0].dims[-1]:
+        return op
+    moved = -(-op.shapes[0].dims[-1] // int(tiles["wide"])) * left.bytes + weights.bytes + op.bytes
+    return replace(op, stated=replace(op.stated, bytes_accessed=min(op.stated.bytes_accessed, moved)))
 
 
 def _op(line: str) -> Op:

@@ -37,7 +37,8 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
             row = {"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops}
             if written:
                 row |= {**count(kernel, written, bandwidth / clock_hz, device.device_kind), "estimated": estimated(kernel, program)}
-            print(json.dumps(row))
+                row["sums"] = round(kernel.summed / (target.chip.hbm_bytes_per_s_per_device / clock_hz))
+            print(json.dumps(row), flush=True)
 
 
 def compiled(case: "Case", device: Any, folder: Path) -> tuple[dict[str, dict[str, Path]], str]:
@@ -68,14 +69,25 @@ def estimated(kernel: "Kernel", program: str) -> int:
 def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float, device_kind: str) -> dict[str, Any]:
     """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
-    for paths in (paths for name, paths in written.items() if kernel.name in name):
-        code = bundles.load(paths)
-        run = execute.execute(code, kernel.scalars, bytes_a_cycle, device_kind)
-        total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units[bundles.SPILLS])
-        filled.update({name: run.units[name] / number for name, number in code.capacity.items()})
-        memory |= Counter(code.memory)  # one operation at a time
-    assert total["cycles"], f"no machine code of {kernel.name}"
-    return {**total, "slots": {name: count / total["cycles"] for name, count in filled.items()}, "vmem": 0, "smem": 0, **memory}
+    bound = False
+    for called, scalars in {kernel.name: kernel.scalars, **kernel.others}.items():
+        of_name = [paths for name, paths in written.items() if called in name]
+        assert of_name, f"no machine code of {called}"
+        for paths in of_name:
+            code = bundles.load(paths)
+            run = execute.execute(code, scalars, bytes_a_cycle, device_kind)
+            total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units[bundles.SPILLS])
+            filled.update({name: run.units[name] / number for name, number in code.capacity.items()})
+            memory |= Counter(code.memory)  # one operation at a time
+            bound |= run.matrix >= run.bundles
+    return {
+        **total,
+        "lower_bound": bound,
+        "slots": {name: count / total["cycles"] for name, count in filled.items()},
+        "vmem": 0,
+        "smem": 0,
+        **memory,
+    }
 
 
 if __name__ == "__main__":

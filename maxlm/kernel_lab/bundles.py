@@ -14,6 +14,7 @@ DUMPED = re.compile(rf"\d+-(?P<operation>.+)-\d+-(?P<dump>{'|'.join(DUMPS)})\.tx
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0) +(?:L[BHE]|P[BF]|CT)? *: *>* *\{", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_END = re.compile(r"(?<!/)End region \d+")
 _INSTRUCTION = re.compile(r"(?:%(?P<result>\S+) = )?(?P<opcode>[a-z_]\w*(?:\.\w+)*)(?P<operands>.*)", re.DOTALL)
 _VALUE = re.compile(r"\b[spv]\d+_([spv]\d+)\b")
 _REMAINDER = re.compile(r"\bsdivrem(\.\w+ [^;}]*?)/\* kRem \*/")  # only the comment says which of both is popped
@@ -37,7 +38,8 @@ class Instruction:
 class Code:
     """A kernel: its bundles in order, the bundle where each numbered region starts, and how many slots of each kind a bundle fills.
 
-    `capacity`: slots of each kind that a bundle has. `memory`: bytes that the kernel takes of vmem and smem.
+    `ends`: bundles where a region ends. `capacity`: slots of each kind that a bundle has. `memory`: bytes that the kernel takes of vmem
+    and smem.
     """
 
     bundles: tuple[tuple[Instruction, ...], ...]
@@ -45,6 +47,7 @@ class Code:
     slots: tuple[tuple[int, ...], ...]
     capacity: Mapping[str, int]
     memory: Mapping[str, int]
+    ends: frozenset[int]
 
     @cached_property
     def units(self) -> tuple[Counter[str], ...]:
@@ -90,11 +93,13 @@ def load(paths: Mapping[str, Path]) -> Code:
 def read(text: str, utilization: str, allocations: str) -> Code:
     """The kernel in `text`, a file that libtpu's `final_bundles` dump wrote, and in two more, named as the other `DUMPS` are."""
     starts = list(_BUNDLE.finditer(text))
-    bundles, regions = [], {}
+    bundles, regions, ends = [], {}, set()
     for number, start in enumerate(starts):
         body = text[start.end() : starts[number + 1].start() if number + 1 < len(starts) else len(text)]
         for region in _REGION.findall(body):
             regions[int(region)] = number
+        if _END.search(body):
+            ends.add(number)
         slots = _COMMENT.sub("", _REMAINDER.sub(r"srem\1", body)).strip().removesuffix("}").split(";;")
         bundles.append(tuple(_instruction(slot.strip()) for slot in slots if slot.strip()))
     _, names, capacity, _, *rows = utilization.strip().splitlines()
@@ -102,7 +107,8 @@ def read(text: str, utilization: str, allocations: str) -> Code:
     memory: Counter[str] = Counter()
     for space, size, offset in _ALLOCATION.findall(allocations):
         memory[space] = max(memory[space], int(size, 0) + int(offset, 0))
-    return Code(tuple(bundles), regions, filled, dict(zip(names.split(", "), map(int, capacity.split()), strict=True)), memory)
+    slots_of_each = dict(zip(names.split(", "), map(int, capacity.split()), strict=True))
+    return Code(tuple(bundles), regions, filled, slots_of_each, memory, frozenset(ends))
 
 
 def _instruction(text: str) -> Instruction:

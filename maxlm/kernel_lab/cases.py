@@ -10,7 +10,7 @@
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from maxlm.hardware.xla_flags import VMEM
 from maxlm.kernels import Quantization, gated_gradient_rows, gated_rows
 from maxlm.kernels.attention import splash, tpu as flash
 from maxlm.kernels.attention.shapes import AttentionShape
+from maxlm.kernels.attention.splash import PassBlocks, SplashBlocks
 from maxlm.kernels.attention.tpu import Blocks
 from maxlm.kernels.grouped_matmul import group_metadata, tpu as grouped
 from maxlm.kernels.grouped_matmul.scales import SCALED_ROWS, GradientScales, ProductScales, summed
@@ -32,6 +33,7 @@ from maxlm.kernels.matmul import tpu as gated
 from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 from maxlm.kernels.quantize import gated_tpu
+from maxlm.kernels.quantize.tpu import FLOAT8
 
 DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn"}  # of operands, by implementation; others are in bfloat16
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
@@ -42,7 +44,8 @@ LIKE_A_STEP = {VMEM[0].name: str(VMEM[0].value)}  # options of the compiler, as 
 class Kernel:
     """One part of a compiled case: its name in the program, the scalars it branches on, its FLOPs that masks leave.
 
-    If several operations have the name (XLA's own), it is all of them. `blocks`: its block sizes, as text.
+    If several operations have the name (XLA's own), it is all of them. `blocks`: its block sizes, as text. `others`: names and scalars
+    of further kernels of the same part. `summed`: bytes of partial results that XLA reads and adds up after it.
     """
 
     part: str
@@ -50,6 +53,8 @@ class Kernel:
     scalars: Sequence[np.ndarray]
     flops: float
     blocks: str = ""
+    others: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    summed: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,57 +79,103 @@ def from_hbm(run: Callable[..., Any], scalars: int = 0) -> Callable[..., Any]:
 
 # --- attention
 
-HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
-BLOCKS = (Blocks(1024, 1024), Blocks(512, 512), Blocks(256, 256))  # that are compared; to compile more forward takes minutes, for 2% on v6e
+GROUPS_OF_A_CASE = 2  # groups of heads that are compiled; all of them cost the same
+# Choices of blocks that a sweep compares, as many of either implementation.
+BLOCKS = (Blocks(1024, 1024), Blocks(512, 512), Blocks(256, 256), Blocks(2048, 2048))
+SPLASH_BLOCKS = (
+    SplashBlocks(PassBlocks(1024, 1024, 512), PassBlocks(1024, 1024, 512)),
+    SplashBlocks(PassBlocks(512, 1024, 512), PassBlocks(512, 1024, 512)),
+    SplashBlocks(PassBlocks(2048, 2048, 512), PassBlocks(1024, 2048, 512)),
+    SplashBlocks(PassBlocks(512, 512, 512), PassBlocks(512, 512, 512), fused=False),
+)
 
 
 def attention_cases(shape: AttentionShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
-    """Gradients of one sequence's attention, by the blocks that run or by all that fit."""
-    chosen = flash.sizes_of(shape.seq_len, shape.head_dim, shape.window, device_kind)
+    """Gradients of attention, by the blocks that run or by all that fit.
+
+    A batch has a row for each core of a megacore chip: splash's backward pass divides rows alone between them, and of one row all is done
+    by one core.
+    """
+    if implementation == "splash":
+        chosen = splash.blocks_of(shape.seq_len, device_kind)
+        choices = [chosen, *(blocks.within(shape.seq_len) for blocks in SPLASH_BLOCKS)] if sweep else [chosen]
+        return [_splash_case(shape, device_kind, blocks) for blocks in dict.fromkeys(choices)]
+    chosen_pair = flash.sizes_of(shape.seq_len, shape.head_dim, shape.window, device_kind)
     if not sweep:
-        return [_attention_case(shape, implementation, device_kind, chosen)]
-    pairs = dict.fromkeys([chosen, *(blocks.within(shape.seq_len) for blocks in BLOCKS)])
+        return [_flash_case(shape, device_kind, chosen_pair)]
+    pairs = dict.fromkeys([chosen_pair, *(blocks.within(shape.seq_len) for blocks in BLOCKS)])
     fitting = [pair for pair in pairs if not flash.why_not(shape.seq_len, shape.head_dim, device_kind, blocks=pair)]
-    return [_attention_case(shape, implementation, device_kind, pair) for pair in fitting]
+    return [_flash_case(shape, device_kind, pair) for pair in fitting]
 
 
-def _attention_case(shape: AttentionShape, implementation: str, device_kind: str, blocks: Blocks) -> Case:
-    share = shape.heads // shape.groups
-    groups, segments = min(HEADS_OF_A_CASE, shape.groups), shape.segments(1)
-    heads = groups * share
-    at = {"scale": shape.head_dim**-0.5, "mask": shape.mask, "softcap": shape.softcap}
-    if implementation == "flash":
-        ranges = [np.asarray(flash.block_ranges(jnp.stack([jnp.asarray(segments)] * 2, axis=1), block)) for block in blocks]
-        scalars = {flash.FORWARD: [ranges[0]], flash.BACKWARD: [ranges[1]]}
+def _flash_case(shape: AttentionShape, device_kind: str, blocks: Blocks) -> Case:
+    segments = jnp.asarray(_segments(shape, device_kind))
+    ranges = (np.asarray(flash.block_ranges(jnp.stack([segments] * 2, axis=1), block)) for block in blocks)
 
-        def run(*operands: jax.Array) -> jax.Array:
-            return flash.attention_flash(*operands, **at, device_kind=device_kind, blocks=blocks)[0]
-    else:
-        kernel = splash.splash_kernel(heads, shape.seq_len, shape.mask, shape.softcap, interpret=False, device_kind=device_kind)
-        infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info}
-        scalars = {
-            part: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]
-            for part, info in infos.items()
-            if info is not None
-        }
+    def run(*operands: jax.Array) -> jax.Array:
+        return flash.attention_flash(*operands, **_options(shape), device_kind=device_kind, blocks=blocks)[0]
 
-        def run(*operands: jax.Array) -> jax.Array:
-            return splash.attention_splash(*operands, **at, device_kind=device_kind)
+    kernels = [
+        Kernel(part, name, [of_blocks], 0.0, str(block))
+        for part, name, of_blocks, block in zip(PASSES, (flash.FORWARD, flash.BACKWARD), ranges, blocks, strict=True)
+    ]
+    return _attention_case(shape, device_kind, run, kernels)
+
+
+def _splash_case(shape: AttentionShape, device_kind: str, blocks: SplashBlocks) -> Case:
+    _, heads = _groups_and_heads(shape, device_kind)
+    kernel = splash.splash_kernel(heads, shape.seq_len, shape.mask, shape.softcap, interpret=False, blocks=blocks)
+    infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info, "splash_mha_dq": kernel.dq_mask_info}
+    scalars = {
+        name: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]
+        for name, info in infos.items()
+        if info is not None
+    }
+    forward, backward, *others = scalars
+    partial_sums = shape.seq_len // blocks.backward.keys if blocks.fused else 0  # of dq, in bfloat16: one a block of keys
+    summed = 2 * partial_sums * CORES.get(device_kind, 1) * heads * shape.seq_len * shape.head_dim
+    of_backward = f"{blocks.backward}{'' if blocks.fused else ' and dq'}"
+    kernels = [
+        Kernel("forward", forward, scalars[forward], 0.0, str(blocks.forward)),
+        Kernel("backward", backward, scalars[backward], 0.0, of_backward, {name: scalars[name] for name in others}, summed),
+    ]
+
+    def run(*operands: jax.Array) -> jax.Array:
+        return splash.attention_splash(*operands, **_options(shape), device_kind=device_kind, blocks=blocks)
+
+    return _attention_case(shape, device_kind, run, kernels)
+
+
+PASSES: Mapping[str, int] = {"forward": 2, "backward": 5}  # matmuls of them
+
+
+def _options(shape: AttentionShape) -> dict[str, Any]:
+    return {"scale": shape.head_dim**-0.5, "mask": shape.mask, "softcap": shape.softcap}
+
+
+def _segments(shape: AttentionShape, device_kind: str) -> np.ndarray:
+    """Segment ids: a row for each core, all of them the same."""
+    return np.repeat(shape.segments(1), CORES.get(device_kind, 1), axis=0)
+
+
+def _groups_and_heads(shape: AttentionShape, device_kind: str) -> tuple[int, int]:
+    """Key/value heads and query heads of a row."""
+    groups = min(GROUPS_OF_A_CASE // CORES.get(device_kind, 1), shape.groups)
+    return groups, groups * shape.heads // shape.groups
+
+
+def _attention_case(shape: AttentionShape, device_kind: str, run: Callable[..., jax.Array], kernels: Sequence[Kernel]) -> Case:
+    (groups, heads), segments = _groups_and_heads(shape, device_kind), _segments(shape, device_kind)
 
     def gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return jax.grad(lambda q, k, v: run(q, k, v, operands[3]).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*operands[:3])
 
-    pair = 2 * heads * shape.head_dim * shape.pairs(segments)
-    flops = dict(zip(("forward", "backward"), (2 * pair, 5 * pair), strict=True))  # matmuls of them: two, and five
-    called = map(str, blocks) if implementation == "flash" else ("", "")
-    kernels = [
-        Kernel(part, name, own, flops[part], of_part) for part, (name, own), of_part in zip(flops, scalars.items(), called, strict=True)
-    ]
-    sequence = (1, shape.seq_len)
-    queries, keys = (*sequence, heads, shape.head_dim), (*sequence, groups, shape.head_dim)
+    one = 2.0 * heads * shape.head_dim * shape.pairs(segments)  # FLOPs of a matmul
+    queries, keys = (*segments.shape, heads, shape.head_dim), (*segments.shape, groups, shape.head_dim)
     # All VMEM is the kernels': alone in a program, what they read would lie there, and take no time to come.
     options = {"xla_tpu_scoped_vmem_limit_kib": str(5 * VMEM_BYTES[device_kind] // 4 >> 10)}
-    return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels, options)
+    arguments = [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (segments.shape, "int32")]
+    return Case(gradients, arguments, [replace(kernel, flops=PASSES[kernel.part] * one) for kernel in kernels], options)
 
 
 # --- grouped matmul
@@ -140,8 +191,9 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     if implementation == "megablox":
-        megablox = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
-        return [_grouped_case(shape, (shape.experts, deep, wide), megablox, device_kind)]
+        tilings = [list(itertools.islice(of_part, SWEPT if sweep else 1)) for of_part in _tilings(shape, device_kind)]
+        made = [_megablox(shape, jnp.asarray(shape.group_sizes()), tiling) for tiling in _rounds(tilings)]
+        return [_grouped_case(shape, (shape.experts, deep, wide), one, device_kind) for one in made]
     dtype = DTYPES.get(implementation, "bfloat16")
     sizes = jnp.dtype(dtype).itemsize, device_kind, 2
     choices = (
@@ -150,14 +202,18 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
         grouped.weights_tiles(rows, deep, wide, *sizes),
     )
     best = [list(itertools.islice(tiles, SWEPT if sweep else 1)) for tiles in choices]
-    rounds = range(max(map(len, best)))  # of the shorter lists the last again
     sizes_E = jnp.asarray(shape.group_sizes())
-    tiles_of_round = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
+    tiles_of_round = _rounds(best)
     weights = (deep, shape.experts * wide)  # side by side
     cases = [_grouped_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tiles_of_round]
     if dtype == "bfloat16":
         return cases
     return [_in_8_bits(shape, case, tiles, dtype, device_kind) for case, tiles in zip(cases, tiles_of_round, strict=True)]
+
+
+def _rounds(choices: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The first choice of every part, the second, ...; of the shorter lists the last again."""
+    return [[of_part[min(place, len(of_part) - 1)] for of_part in choices] for place in range(max(map(len, choices)))]
 
 
 def _grouped_case(shape: GroupedShape, weights: tuple[int, ...], made: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
@@ -212,15 +268,8 @@ def _in_8_bits(shape: GroupedShape, case: Case, tiles: Sequence[grouped.Tiles], 
     )
 
 
-def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
-    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
-    height = 256 if shape.skew is not None and rows // shape.experts <= 512 else 512
-    choices = (
-        _product_tiling(deep, wide, height, kind),
-        _product_tiling(wide, deep, height, kind),
-        (1024 if shape.skew is None and rows // shape.experts > 1024 else height, min(deep, 2048), min(_share(wide, kind), 2048)),
-    )
-    tilings = dict(zip(PARTS, choices, strict=True))
+def _megablox(shape: GroupedShape, sizes_E: jax.Array, choices: Sequence[Tiling]) -> tuple[Callable[..., Any], Parts]:
+    rows, tilings = shape.rows, dict(zip(PARTS, choices, strict=True))
 
     def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> list[jax.Array]:
         # Not jitted by itself, a kernel has the name of the scope.
@@ -251,15 +300,28 @@ def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Calla
     return run, parts
 
 
-def _product_tiling(deep: int, wide: int, height: int, kind: str) -> Tiling:
-    """The best found on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns that fit."""
-    contracted = deep if deep <= 4096 else 1792
-    for columns in (4096, 2048, 1024, 512) if contracted <= 2048 else (2048, 1024, 512):
-        tiling = (height, contracted, min(_share(wide, kind), columns))
-        moving = height * contracted + contracted * tiling[2] + height * tiling[2]
-        if 4 * moving + 4 * height * tiling[2] <= 0.9 * VMEM_BYTES[kind]:
-            return tiling
-    raise AssertionError("every shape of the lab fits into every chip")
+def _tilings(shape: GroupedShape, kind: str) -> Iterator[Iterator[Tiling]]:
+    """Choices of each part, the best found on v6e first: small groups, and groups of any size, waste less in low tiles."""
+    deep, wide, a_group = shape.d_in, shape.d_out, shape.rows // shape.experts
+    height = 256 if shape.skew is not None and a_group <= 512 else 512
+    yield _product_tilings(deep, wide, height, kind)
+    yield _product_tilings(wide, deep, height, kind)
+    first = 1024 if shape.skew is None and a_group > 1024 else height
+    heights = dict.fromkeys((first, 512, 256, 1024, 128))
+    yield ((tall, min(deep, 2048), min(_share(wide, kind), 2048)) for tall in heights)
+
+
+def _product_tilings(deep: int, wide: int, height: int, kind: str) -> Iterator[Tiling]:
+    """A contraction of 4,096 whole, of a longer one 1,792, and the most columns that fit; then other heights; then other contractions."""
+    best = deep if deep <= 4096 else 1792
+    tries = [(height, best), (256, best), (512, best), (height, min(deep, 2048)), (1024, best), (128, best)]
+    for tall, contracted in dict.fromkeys(tries):
+        for columns in (4096, 2048, 1024, 512) if contracted <= 2048 else (2048, 1024, 512):
+            tiling = (tall, contracted, min(_share(wide, kind), columns))
+            moving = tall * contracted + contracted * tiling[2] + tall * tiling[2]
+            if 4 * moving + 4 * tall * tiling[2] <= 0.9 * VMEM_BYTES[kind]:
+                yield tiling
+                break
 
 
 def _share(wide: int, kind: str) -> int:
@@ -311,8 +373,12 @@ def _xla_backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_M
 
 
 def quantize_gated_cases(shape: MlpShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
-    """Hidden units in int8; and from their gradient them again and the gradients of gate and up. No FLOPs of the matrix unit."""
-    form, inside, columns = Quantization(jnp.dtype(jnp.int8), 127.0, 2.0**-100), (1, shape.rows, shape.d_ff), (shape.d_ff,)
+    """Hidden units in int8, or in e4m3 on chips that convert to it; and from their gradient them again and the gradients of gate and up.
+
+    No FLOPs of the matrix unit.
+    """
+    in_e4m3, inside, columns = device_kind in FLOAT8, (1, shape.rows, shape.d_ff), (shape.d_ff,)
+    form = Quantization(jnp.dtype(DTYPES["e4m3" if in_e4m3 else "int8"]), 448.0 if in_e4m3 else 127.0, 2.0**-100)
 
     def forward(gate: jax.Array, up: jax.Array) -> Any:
         return gated_rows(gate, up, form, implementation=implementation)

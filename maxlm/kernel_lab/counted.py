@@ -20,8 +20,9 @@ from maxlm.telemetry.formatting import percent
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
 NOTE = (
     "Counted, not measured: thousand cycles of bundles that the machine code issues at these shapes, its scalar core run with the scalars "
-    "of real masks; waits are for HBM, where copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
-    "Matrix: cycles for which its unit works. Ratio: of cycles and waits, to the other implementation's. XLA says: thousand cycles "
+    "of real masks; waits are for HBM, where copies take turns at full bandwidth. >: a lower bound, as the matrix unit is the limit and "
+    "its latencies are not counted. Of peak: FLOPs that masks leave, in cycles and waits. Matrix: cycles for which its unit works. "
+    "Ratio: of cycles, waits and sums that XLA makes afterwards, to the other implementation's. XLA says: thousand cycles "
     "by its own estimate. Below, shares of the slots that a bundle has (spill: stores of registers that did not fit), and memory "
     "that a kernel takes."
 )
@@ -46,6 +47,8 @@ class Row:
     blocks: str = ""  # what it computes at a time
     cycles: int = 0
     estimated: int = 0  # cycles by XLA's own estimate; 0 for a kernel that is not XLA's
+    lower_bound: bool = False  # the matrix unit is the limit, and what it takes to begin and to end is not in `cycles`
+    sums: int = 0  # cycles that XLA takes to add up what the kernel leaves in parts, at full bandwidth
     waited: int = 0  # cycles more, in which nothing is issued until copies between HBM and VMEM are there
     moved: int = 0  # bytes of these, by one core
     peak: float = 0.0
@@ -58,8 +61,8 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Cycles, waits included."""
-        return self.cycles + self.waited
+        """Cycles, with waits and sums of what the kernel leaves in parts."""
+        return self.cycles + self.waited + self.sums
 
 
 def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
@@ -94,7 +97,7 @@ def _filled(row: Row, kernel: Mapping[str, Any]) -> Row:
     cycles, chip = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip
     assert chip.clock_hz is not None, "every TPU has a clock"
     peak = chip.peak_bf16_flops_per_device / chip.clock_hz  # FLOPs a cycle
-    same = {name: kernel[name] for name in ("cycles", "waited", "estimated", "moved", "slots", "vmem", "smem")}
+    same = {name: kernel[name] for name in ("cycles", "lower_bound", "sums", "waited", "estimated", "moved", "slots", "vmem", "smem")}
     shares = {name: kernel[name] / cycles for name in ("matrix", "spills")}
     return replace(row, **same, **shares, peak=kernel["flops"] / (cycles + kernel["waited"]) / peak)
 
@@ -107,7 +110,7 @@ def show(results: Sequence[Row], console: Console) -> None:
         times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio", "XLA says")
         filled = table("part", "kernel", *SLOTS, "VMEM MB")
         for row in of_shape:
-            figures = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}", percent(row.peak), percent(row.matrix))
+            figures = (thousands(row), f"{row.waited / 1e3:,.0f}", percent(row.peak), percent(row.matrix))
             ratio, said = "" if row.ratio is None else f"{row.ratio:.3f}", f"{row.estimated / 1e3:,.0f}" if row.estimated else ""
             named = (row.part, row.implementation)
             times.add_row(*named, *((row.problem,) if row.problem else (*figures, f"{row.moved / 1e6:,.0f}", ratio, said)))
@@ -116,6 +119,11 @@ def show(results: Sequence[Row], console: Console) -> None:
         console.print(times)
         console.print(filled)
     console.print(NOTE, style="dim", highlight=False)
+
+
+def thousands(row: Row) -> str:
+    """Thousand cycles of a kernel, marked where they are a lower bound."""
+    return f"{'>' if row.lower_bound else ''}{row.cycles / 1e3:,.0f}"
 
 
 def table(*names: str) -> Table:

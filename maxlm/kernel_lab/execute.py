@@ -17,7 +17,7 @@ from maxlm.hardware.chips import LANES
 from maxlm.kernel_lab.bundles import Code, Instruction
 
 DELAY = 4  # bundles after a branch that are issued all the same: as many as libtpu leaves empty there
-DELAYS = {"TPU7x": 1}  # where they are others
+DELAYS = {"TPU7x": 6}  # where they are others; there one empty bundle stands for all that are left empty at the end of a block
 MOST_BUNDLES = 10**8  # a kernel that issues more does not end
 GRANULE = 32  # bytes, in which copies are counted
 
@@ -109,6 +109,7 @@ class _Core:
 
     def __init__(self, code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float, delay: int) -> None:
         self.code, self.delay = code, delay
+        self.starts = frozenset(code.regions.values())
         self.arrays = [operand for operand in operands if operand.size > 1]
         self.numbers = {place: int(operand.item()) for place, operand in enumerate(operands) if operand.size == 1}  # come in registers
         self.issued = [0] * (len(code.bundles) + 1)  # each time more often than the bundle before
@@ -136,7 +137,7 @@ class _Core:
         writes = [(i, 0 if i.opcode.startswith("dma") else self.value(i)) for i in self.acting[number] if self.holds(i.guard)]
         for instruction, value in writes:
             if instruction.opcode == "sbr.rel":
-                self.jump = (number + self.delay, int(value))
+                self.jump = (self.last_issued(number), int(value))
             elif instruction.opcode == "sst":
                 self.smem[self.address(instruction.operands[0])] = int(value)
             elif instruction.opcode.endswith("to_smem"):
@@ -150,6 +151,14 @@ class _Core:
                 self.registers[instruction.result] = value
         if self.at > self.jump[0]:
             self.at, self.jump = self.jump[1], (math.inf, 0)
+
+    def last_issued(self, branch: int) -> int:
+        """The last bundle after a branch that is issued all the same."""
+        if self.delay > DELAY:
+            for number in range(branch + 1, branch + self.delay):
+                if not self.code.bundles[number] and (number - 1 in self.code.ends or number + 1 in self.starts):
+                    return number
+        return branch + self.delay
 
     def holds(self, guard: str) -> bool:
         """True if the predicate register `guard` is set, or cleared with a `!` before its name; an empty guard always holds."""

@@ -20,8 +20,8 @@ from maxlm.telemetry.formatting import percent
 
 CHIPS = (*counted.TOPOLOGIES, compiled.CHIP)
 SWEEP_NOTE = (
-    "Counted, not measured, as in `maxlm kernels report`. Over best: cycles and waits, relative to the best blocks of the same kernel; "
-    "* the default."
+    "Counted, not measured, as in `maxlm kernels report`, with as many choices for either implementation. Sums: thousand cycles in "
+    "which XLA adds up partial results. Over best: cycles, waits and sums, relative to the best blocks of the kernel; * the default."
 )
 
 
@@ -49,7 +49,8 @@ def report(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_js
 
 
 def sweep(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write: bool, as_json: bool) -> int:
-    """Compile every choice of blocks, count and print; `write` puts the best into the table that the kernels read. Returns the exit code.
+    """Compile every choice of blocks of our kernels and of the library's, count and print; `write` puts our best into the table that the
+    kernels read. Returns the exit code.
 
     Raises UserError for an unknown name, and for an operation without such a table.
     """
@@ -61,11 +62,12 @@ def sweep(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write:
     with progress.status("") as status:
         for chip in chips or counted.TOPOLOGIES:
             for shape in shapes or shape_names(operation):
-                status.update(f"compiling {operation} {shape} for {chip} ...")
-                rows += counted.count(operation, OPERATIONS[operation][0], shape, chip, sweep=True)
+                for implementation in OPERATIONS[operation]:
+                    status.update(f"compiling {operation} {shape} for {chip}: {implementation} ...")
+                    rows += counted.count(operation, implementation, shape, chip, sweep=True)
     print(json.dumps([asdict(row) for row in rows])) if as_json else show_sweep(rows, Console())
     if write:
-        write_table(rows, TABLE)
+        write_table([row for row in rows if row.implementation == OPERATIONS[operation][0]], TABLE)
         progress.print(f"{TABLE}: written")
     return 0
 
@@ -74,16 +76,17 @@ def show_sweep(rows: Sequence[Row], console: Console) -> None:
     """Print a table for each shape, the best blocks of each kernel first."""
     for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
-        shown = table("part", "blocks", "", "kcycles", "waits", "over best", "of peak", "VMEM MB")
+        shown = table("part", "kernel", "blocks", "kcycles", "waits", "sums", "over best", "of peak")
         by_part = defaultdict(list)
         for row in group:
-            by_part[row.part].append(row)
+            by_part[row.part, row.implementation].append(row)
         for of_part in by_part.values():
             best = min((row.total for row in of_part if not row.problem), default=0)
             for row in sorted(of_part, key=lambda row: row.total or math.inf):
-                times = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}")
-                figures = (*times, percent(row.total / best - 1) if best else "", percent(row.peak), f"{row.vmem / 1e6:.1f}")
-                shown.add_row(row.part, row.blocks, "*" if row is of_part[0] else "", *((row.problem,) if row.problem else figures))
+                times = (counted.thousands(row), f"{row.waited / 1e3:,.0f}", f"{row.sums / 1e3:,.0f}")
+                figures = (*times, percent(row.total / best - 1) if best else "", percent(row.peak))
+                named = (row.part, row.implementation, f"{row.blocks} *" if row is of_part[0] else row.blocks)
+                shown.add_row(*named, *((row.problem,) if row.problem else figures))
         console.print(shown)
     console.print(SWEEP_NOTE, style="dim", highlight=False)
 

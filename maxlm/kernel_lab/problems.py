@@ -4,7 +4,7 @@ compiled for GPUs, and the alternatives to our kernels.
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
 - grouped_matmul: what is chosen, XLA's ragged dot, and one dense matmul of as many FLOPs
-- quantize_gated: results of a gated activation in int8, counted for TPUs only
+- quantize_gated: results of a gated activation in 8 bits, counted for TPUs only
 - grouped_matmul_int8, grouped_matmul_e4m3, matmul_int8, matmul_e4m3: with 8-bit operands, counted for TPUs only
 - linear_cross_entropy: without logits, and with all of them in memory
 """

@@ -20,7 +20,7 @@ from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.quantized_matmuls import quantization_of
-from maxlm.hardware.chips import MOST_VMEM_BYTES, Chip, MatmulFormat
+from maxlm.hardware.chips import COUNTED, MOST_VMEM_BYTES, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
@@ -280,7 +280,7 @@ class Analytic:
             return max(2 * rows * wide_in * wide_out / (self.share * self._speed(format)), moved / self.hbm)
         groups = matmul.experts // sizes["expert"]
         products = (efficiency.GroupedMatmul(round(rows), wide_in, wide_out, groups, part, ours=not self.splash) for part in parts)
-        speed = self.topology.chip.matmul_speed(format)
+        speed = COUNTED * self.topology.chip.matmul_speed(format)
         return statistics.mean(product.seconds(self.topology.chip, moved, self.hbm, speed) for product in products)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int, format: MatmulFormat = "bf16") -> float:

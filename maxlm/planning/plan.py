@@ -177,7 +177,7 @@ def analytic_model(config: Config, topology: Topology, flash: bool | None = None
 
 def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     """The scale of a run of `tokens` tokens, by default as many as in the config."""
-    step = step_scale(config, topology)
+    step = step_scale(config.model, config.precision.matmul, config.data.seq_len, config.tokens_per_step, topology)
     return Scale(**vars(step), tokens=tokens if tokens is not None else config.total_tokens, chips=topology.chips)
 
 

@@ -114,9 +114,7 @@ def _sources(plan: Plan) -> str:
 
 
 def _compare_to_own(plan: Plan) -> str:
-    def expected(step_s: float) -> str:
-        return duration(plan.scale.expected_s(step_s))
-
+    expected = plan.scale.expected_s
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
@@ -124,12 +122,12 @@ def _compare_to_own(plan: Plan) -> str:
         mine = next((point for point in plan.points if point.layout == plan.own), None)
         if mine is None:
             return "your own settings do not fit, by estimate"
-        return "these are your own settings" if mine == plan.picked else f"your own settings: {expected(mine.step_s)}"
+        return "these are your own settings" if mine == plan.picked else f"your own settings: {duration(expected(mine.step_s))}"
     if own is None and plan.formats:
         return "your own settings were compiled in another format alone"
     if own is None or not own.verdict.fits:
         return "your own settings do not fit"
-    return "these are your own settings" if own is plan.chosen else f"your own settings: {expected(own.verdict.step_s)}"
+    return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(expected(own.verdict.step_s))}"
 
 
 def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sources: str) -> None:
@@ -148,7 +146,7 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sourc
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
     mfu = f" MFU is a share of the {scale.peak_name} peak." if scale.peak_name != "bf16" else ""
-    run = f" step, MFU{', tokens/s, run' if rates else ''}: with {scale.correction.middle:.2f} times {ALONE}." if alone else ""
+    run = f" Steps, and all that is counted from them, are expected: {scale.correction.middle:.2f} times the {ALONE}." if alone else ""
     console.print(f"*: no other is both faster and smaller.{mfu}{run} {sources}", style="dim")
 
 
@@ -225,6 +223,8 @@ def point_json(point: Point, scale: Scale, settings: Mapping[str, Any]) -> dict[
 
 def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int, scale: Scale) -> None:
     """Write a PNG of expected step time against memory; `available`: HBM of a device, `chosen`: the chosen point. Raises OSError."""
+    said = f"chosen: {duration(scale.expected_s(chosen.step_s))}"
+    said += f" expected, {duration(chosen.step_s)} estimated" if scale.correction.ratios else ""
     *points, chosen = (replace(one, step_s=scale.expected_s(one.step_s)) for one in (*points, chosen))
     compiled = [point for point in points if point.compiled and point.fits]
     top = 1.1 * max(point.step_s for point in (chosen, *compiled) if point.step_s < 2 * chosen.step_s)  # slower ones are of no interest
@@ -241,7 +241,7 @@ def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, availab
         axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label=label)
     if compiled:
         axes.scatter(*_coordinates(compiled), s=45, color="tab:blue", zorder=3, label="compiled")
-    axes.scatter(*_coordinates([chosen]), s=190, color="tab:orange", marker="*", zorder=4, label=f"chosen: {duration(chosen.step_s)}")
+    axes.scatter(*_coordinates([chosen]), s=190, color="tab:orange", marker="*", zorder=4, label=said)
     if refused:
         axes.scatter(refused, [chosen.step_s] * len(refused), s=45, color="tab:red", marker="x", zorder=3, label="compiled, does not fit")
     axes.axvline(available / GIB, color="tab:red", linewidth=1, label=f"HBM: {available / GIB:.1f} GiB")

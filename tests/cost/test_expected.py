@@ -6,20 +6,21 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.cost import expected
-from maxlm.cost.expected import EVEN_LOADS, source_of, step_scale
+from maxlm.cost.expected import EVEN_LOADS, source_of
 from maxlm.cost.network import Network
 from maxlm.cost.step_cost import _extra_round_s, replay
 from maxlm.hardware.chips import Achieved, chip_named
 from maxlm.hardware.published_runs import PublishedRun, best_published
 from maxlm.hardware.topologies import Topology, parse
 from maxlm.hlo.parser import read
+from maxlm.planning.plan import scale_of
 
 V5P = parse("v5p:4x4x4")
 BEST = PublishedRun("32b-v5p-128", "v5p", "bf16", 7.0, 7.3, mfu=0.6)
 
 
-def scale(**sections):
-    return step_scale(tiny_config(**sections), V5P)
+def scale(topology=V5P, **sections):
+    return scale_of(tiny_config(**sections), topology, 1e9)
 
 
 def step_of_mfu(found, mfu: float) -> float:
@@ -41,11 +42,11 @@ def test_the_corrected_step_comes_before_the_estimate():
 
 def test_speeds_that_were_measured_here_are_not_corrected_and_the_report_says_why():
     chip = chip_named("H100")
-    measured = step_scale(tiny_config(), Topology(replace(chip, achieved=Achieved(0.6, 0.9, source="here")), (1, 8)))
+    measured = scale(Topology(replace(chip, achieved=Achieved(0.6, 0.9, source="here")), (1, 8)))
     step_s = step_of_mfu(measured, 0.4)
     assert measured.expected_times(step_s) == dict.fromkeys(("low", "middle", "high"), step_s)
     assert measured.notes(step_s, source_of(chip, compiled=True)) == [
-        "By the compiled program, and not corrected: no published run checks shares of peak that were measured on this machine (H100)."
+        "By the compiled program; nothing is corrected: no published run checks shares of peak that were measured on this machine (H100)."
     ]
     assert measured.both(step_s, "the compiled program").endswith(" a step by the compiled program")
 

@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.cost.efficiency import HBM_SHARE, GroupedMatmul, read
 from maxlm.cost.step_cost import estimate
-from maxlm.hardware.chips import CHIPS, chip_named
+from maxlm.hardware.chips import CHIPS, COUNTED as COUNTED_SPEED, chip_named
 from maxlm.hlo import parser
 from maxlm.kernel_lab import counted
 from maxlm.kernels.grouped_matmul import tpu
@@ -147,7 +147,7 @@ def test_ours_are_charged_by_the_formula():
     charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
     hbm = HBM_SHARE * chip.hbm_bytes_per_s
     for name, part in (("jvp_grouped_matmul_forward_.1", "forward"), ("grouped_matmul_transposed_dw.4", "transposed_dw")):
-        assert charged[name] == GroupedMatmul(1024, 512, 256, 4, part).seconds(chip, 2621440, hbm)
+        assert charged[name] == GroupedMatmul(1024, 512, 256, 4, part).seconds(chip, 2621440, hbm, COUNTED_SPEED)
 
 
 LIBRARY = """HloModule library, is_scheduled=true
@@ -183,7 +183,7 @@ def test_grouped_matmuls_of_a_library_have_the_same_formula():
     }
     charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
     for name in ("gmm.1", "gmm.2", "tgmm.3"):
-        assert charged[name] == found[name].seconds(chip, 2621440, HBM_SHARE * chip.hbm_bytes_per_s)
+        assert charged[name] == found[name].seconds(chip, 2621440, HBM_SHARE * chip.hbm_bytes_per_s, COUNTED_SPEED)
         assert found[name].flops == 2 * 1024 * 512 * 256
     ours, theirs = (GroupedMatmul(16384, 4096, 14336, 8, "forward", ours=ours).seconds(chip, 0, 1) for ours in (True, False))
     assert ours < theirs

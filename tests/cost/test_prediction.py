@@ -11,12 +11,13 @@ from tiny import tiny_config
 from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.cost.calibration import Calibration, Factors, Measured
-from maxlm.cost.expected import EVEN_LOADS, step_scale
+from maxlm.cost.expected import EVEN_LOADS
 from maxlm.cost.prediction import _prediction, cpu_chip, predictor, topology_of
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
+from maxlm.planning.plan import scale_of
 
 N, FLOPS, BYTES = 256, 1e10, 1e9
 
@@ -105,7 +106,7 @@ def test_several_cpu_devices_are_refused_and_one_is_not(tmp_path, monkeypatch):
 
 def test_a_step_on_a_tpu_is_predicted_with_the_correction_of_its_chip_first():
     """Its speeds are XLA's own: published runs correct them, and experts are assumed to be loaded evenly."""
-    scale = step_scale(tiny_config(model={"moe": {"n_experts": 4, "top_k": 2, "d_ff": 48}}), parse("v5p:2x2x1"))
+    scale = scale_of(tiny_config(model={"moe": {"n_experts": 4, "top_k": 2, "d_ff": 48}}), parse("v5p:2x2x1"), 1e9)
     said = _prediction(scale, 2.0)
     assert list(said) == ["expected_step_s", "step_s", "basis", "assumes"]
     assert said["expected_step_s"]["middle"] == pytest.approx(2 * scale.correction.middle) != 2.0 == said["step_s"]

@@ -12,7 +12,7 @@ from maxlm.cost.compile_report import second_opinion_line
 from maxlm.cost.efficiency import HBM_SHARE
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import SecondOpinion, StepCost, estimate
-from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, AttentionShare, Chip, chip_named
+from maxlm.hardware.chips import CHIPS, COUNTED, HBM_LATENCY_S, AttentionShare, Chip, chip_named
 from maxlm.hlo import parser
 from maxlm.hlo.hbm_traffic import moved_bytes
 from maxlm.hlo.op_flops import causal_attention, matmul_flops
@@ -549,7 +549,7 @@ def test_attention_is_priced_at_the_length_that_a_query_meets(name, keys, length
     )
     charged = causal if name == "causal" else stated
     assert cost.attention_flops == pytest.approx(charged)
-    assert cost.attention_s == pytest.approx(charged / (0.8 / (1 + 1000 / length) * chip.peak_bf16_flops))
+    assert cost.attention_s == pytest.approx(charged / (COUNTED * 0.8 / (1 + 1000 / length) * chip.peak_bf16_flops))
 
 
 def test_a_product_that_uses_each_number_once_is_charged_its_bytes():

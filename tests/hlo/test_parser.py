@@ -292,3 +292,23 @@ def test_the_axis_of_a_permutation_is_the_one_it_moves_along():
 @pytest.mark.parametrize("groups", [((0, 3), (1, 2), (4, 7), (5, 6)), ((0, 1), (2, 3)), ((0, 9),), ((0, 1, 2), (3, 4, 5))])
 def test_groups_of_no_set_of_axes_are_unknown(groups):
     assert axes_of(groups, MESH) == ("unknown",)
+
+
+GROUPED = """HloModule grouped, is_scheduled=true
+
+ENTRY %main () -> () {{
+  %rows = bf16[8192,4096]{{1,0}} parameter(0)
+  %weights = bf16[8,4096,1536]{{2,1,0}} parameter(1)
+  ROOT %pallas_tpu_ragged_dot_gmm = bf16[8192,1536]{{1,0}} custom-call(%rows, %weights), custom_call_target="tpu_custom_call", \
+frontend_attributes={{kernel_metadata={{"xprof_metadata":"{{\\"tile_m\\": 128, \\"tile_k\\": {deep}, \\"tile_n\\": 768}}"}}}}, \
+backend_config={{"cost_estimate":{{"flops":103079215104,"bytes_accessed":{stated},"transcendentals":0}}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(("deep", "stated", "moved"), [(4096, 10**9, 260_046_848), (2048, 10**9, 10**9), (4096, 10**8, 10**8)])
+def test_weights_of_a_group_are_read_once_where_a_tile_holds_all_that_is_summed_over(deep, stated, moved):
+    """Rows twice, once for each 768 columns, weights and result once; never more than the kernel states."""
+    op = parser.read(GROUPED.format(deep=deep, stated=stated)).computations["main"].by_name["pallas_tpu_ragged_dot_gmm"]
+    assert op.stated.bytes_accessed == moved
+    assert 260_046_848 == 2 * (2 * 8192 * 4096 + 8 * 4096 * 1536 + 8192 * 1536)
