@@ -140,8 +140,12 @@ def read_rows() -> list[Row]:
 def predict(row: Row, program: Path) -> step_cost.StepCost:
     """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    module = replace(parser.read(program.read_text()), raised_vmem=any(flag.startswith(f"--{VMEM[0].name}=") for flag in row.flags))
-    return step_cost.estimate(module, topology.chip, row.mesh, dict(links(row, topology)))
+    return step_cost.estimate(read_program(row, program), topology.chip, row.mesh, dict(links(row, topology)))
+
+
+def read_program(row: Row, program: Path) -> parser.Module:
+    """The parsed program of a row."""
+    return replace(parser.read(program.read_text()), raised_vmem=any(flag.startswith(f"--{VMEM[0].name}=") for flag in row.flags))
 
 
 @cache

@@ -114,6 +114,12 @@ def written(folder: Path) -> tuple[str, str, str] | None:
     return program, buffers, total
 
 
+def total_bytes(report: str) -> int | None:
+    """Bytes of HBM that XLA allocates, as its memory-usage report says; None while it is incomplete."""
+    stated = _TOTAL.search(report)
+    return int(stated.group(1)) if stated else None
+
+
 def _read(program: str, buffers: str, total: str, job: Job, seconds: float) -> CompiledStep:
     """The step in what XLA wrote. Its memory is what is allocated, with the gaps between arrays. Raises _IncompleteError if it is cut
     short.
@@ -128,9 +134,8 @@ def _read(program: str, buffers: str, total: str, job: Job, seconds: float) -> C
         elif not space:
             sizes["all"] += int(size)
             sizes.update({kind: int(size) for kind in kinds} | ({"alias": int(size)} if len(kinds) > 1 else {}))
-    stated = _TOTAL.search(total)
     whole = "\nENTRY " in program and program.rstrip().endswith("}")
-    if not whole or stated is None or int(stated.group(1)) != sizes["all"]:
+    if not whole or total_bytes(total) != sizes["all"]:
         raise _IncompleteError("What XLA writes of the schedule is incomplete; give TMPDIR a folder with 100 MB free.")
     memory = Memory(
         argument=sizes["parameter"] + job.resident,
