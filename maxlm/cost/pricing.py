@@ -125,7 +125,9 @@ class TpuPricing(_Pricing):
         """
         reached, shapes = self.chip.reached, causal_attention(op, computation)
         length = shapes.keys * flops / shapes.flops if shapes and flops else math.inf
-        return (reached.our_attention if OURS.search(op.name) else reached.attention).at(length, backward=is_backward(op.name))
+        library = reached.tokamax_attention if op.stated is not None else None  # jax's splash states no cost
+        shares = reached.our_attention if OURS.search(op.name) else library or reached.attention
+        return shares.at(length, backward=is_backward(op.name))
 
 
 def _is_attention(op: Op) -> bool:

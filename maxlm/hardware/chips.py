@@ -71,7 +71,8 @@ MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a 
 PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
 # Speed of a kernel relative to the count of its machine code, which is a lower bound of its time where the matrix unit limits: XLA states
-# 5.5% more cycles for a matmul on one core of a v5p than the kernel lab counts. One share for all chips and everybody's kernels.
+# 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/benchmarks.md), and 5.5% for one on one core of a v5p. The
+# largest is taken for all chips and everybody's kernels.
 COUNTED = 0.948
 
 WORTH = 1.1  # least of these speeds with which quantizing operands pays for itself
@@ -109,6 +110,7 @@ class Reached:
 
     attention: AttentionShare = AttentionShare((0.801, 1909), (0.964, 1045))  # v5p's, of which v4 has the matrix units
     our_attention: AttentionShare = AttentionShare((1.0, 825), (0.995, 666))
+    tokamax_attention: AttentionShare | None = None  # None: as `attention`
     predicted_matmul: float = 0.88
     scheduled_matmul: tuple[float, float] = (0.9, 0.5)
     rounding_cycles: tuple[float, float] = (0.0, 0.0)

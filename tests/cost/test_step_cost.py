@@ -552,6 +552,18 @@ def test_attention_is_priced_at_the_length_that_a_query_meets(name, keys, length
     assert cost.attention_s == pytest.approx(charged / (COUNTED * 0.8 / (1 + 1000 / length) * chip.peak_bf16_flops))
 
 
+def test_attention_of_a_library_that_states_its_cost_is_tokamax():
+    chip, shape = chip_named("tpu7x"), "bf16[1,8,8192,128]{3,2,1,0}"
+    causal = 2 * 8 * 128 * 8192**2
+    stated = f'backend_config={{"custom_call_config": {{"cost_estimate": {{"flops":{2 * causal},"bytes_accessed":1}}}}}}'
+    for config, shares in ((f", {stated}", chip.reached.tokamax_attention), ("", chip.reached.attention)):
+        call = f'  ROOT %splash_mha_fwd = {shape} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call"{config}'
+        text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> () {{\n  %q = {shape} parameter(0)\n{call}\n}}\n"
+        cost = estimate(parser.read(text), chip, {}, {})
+        share = shares.at(8192, backward=False)
+        assert cost.attention_s == pytest.approx(causal / (share * chip.peak_bf16_flops_per_device))
+
+
 def test_a_product_that_uses_each_number_once_is_charged_its_bytes():
     """`BKE,BK->BE` with 4 rows a token: padded to the matrix unit it would take 64 times as long as its bytes."""
     text = """HloModule m, is_scheduled=true
