@@ -9,6 +9,7 @@ from rich.console import Console
 from maxlm.compiler.aot import CompiledStep, Memory
 from maxlm.config.loader import load
 from maxlm.cost.compile_report import Report, show, too_small
+from maxlm.cost.expected import step_scale
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.hardware.chips import CHIPS, GIB
@@ -34,10 +35,10 @@ def test_a_report_has_the_words_of_its_platform(chip):
     fits = CompiledStep("text", Memory(1, 1, 0, 1, 0, 0, 0), GIB, 2 * GIB, 1.0)
     larger = CompiledStep("", None, 3 * GIB, 2 * GIB, 1.0)
     mesh = dict.fromkeys(("data", "stage", "context", "tensor", "expert"), 1) | {"fsdp": topology.devices}
-    file = io.StringIO()
+    file, scale = io.StringIO(), step_scale(config.model, None, config.data.seq_len, config.tokens_per_step, topology)
     for step in (fits, larger):
         console = Console(file=file, width=200, markup=False, highlight=False)
-        show(Report(config, topology, mesh, 8 * 10**9, 1e18, step, (), cost if step is fits else None, (), ()), console)
+        show(Report(config, topology, mesh, 8 * 10**9, scale, step, (), cost if step is fits else None, (), ()), console)
     wanted = Wanted(LIST_PRICES)
     costs = sentences(run_cost(topology, config.memory_checkpoints, 1e6, 4.0, wanted), wanted, vocabulary(chip).chip)
     text = "\n".join([file.getvalue(), machine_name(topology), too_small(parameter_leaves(config), topology, 1), *costs])
