@@ -102,7 +102,7 @@ def _base(python: Path) -> Path:
 
 
 def _arguments(base: Path, settings: Sequence[str], flags: Sequence[str], folder: Path) -> list[str]:
-    """What train_compile takes: its config, `settings` over the defaults here, and XLA's flags."""
+    """Command-line arguments of MaxText's train_compile: config, `settings` over `DEFAULTS`, XLA's flags."""
     named = {setting.partition("=")[0] for setting in settings}
     more = (one for one in (*DEFAULTS, f"base_output_directory={folder}") if one.partition("=")[0] not in named)
     return [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={' '.join(flags)}"]

@@ -37,7 +37,7 @@ ATTENTION = {
     ),
 }
 BF16, STATE = 2, 12  # bytes of an activation; of a parameter and its two moments
-RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # as XLA names what it computes again of its own accord
+RECOMPUTED = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+\.remat[\w.]* = ", re.MULTILINE)  # operations that XLA recomputes by its own choice
 BUDGET = 8  # programs a case
 DESCENT = ("keep", "vocabulary", "steps", "mesh", "flags", "attention")
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def knobs(self) -> Knobs:
-        """What is searched."""
+        """Options of each knob that the search tries: MaxText settings or XLA flags by the option's name."""
         flags = _flags(self.machine.chip.name)
         steps = [count for count in (4, 2, 1) if self.batch % count == 0]
         meshes = {f"expert {size}": (f"ici_expert_parallelism={size}", "allow_split_physical_axes=True") for size in self.expert_groups}
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def start(self) -> Choice:
-        """What an expert's first attempt would be."""
+        """First choice of the search: the settings that an expert would try first."""
         knobs = self.knobs
         return {
             "keep": "q, k, v, attention, its projection, gate, up",
@@ -114,7 +114,7 @@ class Candidate:
     error: str = ""
 
     def problem(self, available: int) -> str:
-        """Why it is not taken; empty if it may be."""
+        """Reason to leave the candidate out; empty if it may be taken."""
         if self.error:
             return f"refused: {self.error.strip().splitlines()[-1][:160]}"
         if self.needed > available:
@@ -223,7 +223,7 @@ def search(
 
 
 def _lines(knobs: Knobs, best: Choice, knob: str, *, fits: bool) -> Iterator[list[Choice]]:
-    """Ways to go on from `best` by `knob`: lists of choices, each to be left where one that fits is no faster than `best`."""
+    """Lists of choices that change `knob` of `best`: a list ends at its first choice that fits and is no faster than `best`."""
     options, keeps = list(knobs[knob]), list(knobs["keep"])
     place, rung = options.index(best[knob]), keeps.index(best["keep"])
     if knob == "keep":
@@ -259,7 +259,7 @@ def _flags(chip: str) -> dict[str, tuple[str, ...]]:
     rest = tuple(flag_text(flag) for flag in FLAGS[chip] if flag not in VMEM)
     name = "SparseCore" if any("sparse_core" in flag for flag in rest) else "asynchronous reductions"
     sets = {"defaults": (), "VMEM": vmem, name: rest}
-    if chip == "v5e":  # those of MaxText's own runs on it
+    if chip == "v5e":  # flags of MaxText's own runs on v5e
         groups = YAML(typ="safe", pure=True).load(REPOSITORY / "tools" / "truth_rows.yml")["flags"]
         sets["VMEM, gathers in fusions"] = (*vmem, *groups["data"].split(), *groups["fuse_gather"].split())
     return {**sets, f"VMEM, {name}": (*vmem, *rest)}

@@ -133,8 +133,8 @@ def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:
 
 
 def neutral(ruler: ModuleType, text: str, chip: str) -> dict[str, Any]:
-    """What the neutral ruler says of a program. It reads a statement a line, and counts kernels where they stand alone: XLA puts them into
-    fusions, with a collective that goes on meanwhile, on chips without a SparseCore.
+    """Estimate of a program by the neutral ruler. The ruler reads one statement a line and misses kernels inside fusions, where XLA puts
+    them next to a running collective on chips without a SparseCore: `kernels_alone` takes them out.
     """
     return ruler.estimate(kernels_alone(text), chip)
 
@@ -199,7 +199,7 @@ def make_machine_code(case: Case, chosen: dict[str, Any], peer: Peer, python: Pa
 
 
 def compile_ours(case: Case, out: Path, *, machine_code: bool) -> None:
-    """Write our program, and beside it the mesh and links that it is priced on. Raises UserError."""
+    """Write our program, and a file with the mesh and links that price it. Raises UserError."""
     settings = list(case.settings)
     if case.ours.startswith("models/"):
         settings += [f"data.seq_len={case.sequence}", f"train.global_batch={case.batch * case.machine.chips}"]
@@ -242,8 +242,8 @@ def _parts(seconds: Sequence[float]) -> str:
 
 
 def fifth_matmul(kernels: dict[str, int]) -> float:
-    """How many times as many matmuls attention has as the neutral ruler counts, which charges four to one backward pass called dkv: without
-    a kernel for dq it has five.
+    """Ratio of the matmuls of attention to the number that the neutral ruler charges: it charges four to a backward kernel called dkv, and
+    without a kernel for dq that kernel has five.
     """
     counts = {part: sum(n for name, n in kernels.items() if name.startswith("attention") and part in name) for part in ("fwd", "dkv", "dq")}
     charged = 2 * counts["fwd"] + 4 * counts["dkv"] + 3 * counts["dq"]
@@ -251,7 +251,7 @@ def fifth_matmul(kernels: dict[str, int]) -> float:
 
 
 def table(cases: dict[str, tuple[Case, dict[str, Any]]], peer: Peer, folder: Path, ruler: ModuleType) -> str:
-    """What the page has between the marks."""
+    """Markdown of the comparison, which the page holds between its marks."""
     rows, parts, notes = [], [], []
     for case, chosen in cases.values():
         if not chosen:

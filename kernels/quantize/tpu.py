@@ -112,6 +112,6 @@ def _columns_kernel(form: "Quantization", rows: int, transposed: bool, x_ref: Re
 
 
 def _cost(x: jax.Array, form: "Quantization") -> pl.CostEstimate:
-    """Of each number its magnitude, and its product by the scale."""
+    """Cost of two FLOPs a number, its magnitude and its product by the scale, and of the bytes read and written."""
     moved = x.size * (x.dtype.itemsize + jnp.dtype(form.dtype).itemsize)
     return pl.CostEstimate(flops=2 * x.size, transcendentals=0, bytes_accessed=moved)

@@ -226,7 +226,7 @@ def _time(report: Report, console: Console) -> None:
 
 
 def second_opinion_line(second: SecondOpinion) -> str:
-    """XLA's own cycles of what it estimates, next to our price of the same."""
+    """Sentence that compares our price of XLA's operations with XLA's own cycles for these operations."""
     off = f"{percent(abs(second.ours_s / second.xla_s - 1))} {'more' if second.ours_s >= second.xla_s else 'less'}"
     return f"all but kernels and communication: {duration(second.ours_s)}; by XLA's own cycles {duration(second.xla_s)} (ours is {off})"
 

@@ -17,7 +17,7 @@ from maxlm.hardware.topologies import Topology, is_tpu
 from maxlm.models import mfu_format, step_flops
 from maxlm.telemetry.formatting import count, duration, percent
 
-# Cost models count no turn of the loops that take what is above an even load (`maxlm.parallel.expert_rows`).
+# Cost models count no turn of the loops that compute rows above an even load (`maxlm.parallel.expert_rows`).
 EVEN_LOADS = "Every expert is assumed to get the same number of tokens; an uneven load takes further rounds, which are not counted."
 
 

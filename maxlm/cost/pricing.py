@@ -97,7 +97,7 @@ class TpuPricing(_Pricing):
         causal = causal_attention(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else None
         if op.stated is None:
             return causal.flops if causal else 0
-        return min(op.stated.flops, causal.flops) if causal else op.stated.flops  # some state every pair, also those that the mask hides
+        return min(op.stated.flops, causal.flops) if causal else op.stated.flops  # some kernels state masked pairs as well
 
     def _kernel(self, op: Op, computation: Computation) -> float:
         name = op.name.split(".")[0]

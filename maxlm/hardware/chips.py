@@ -72,7 +72,7 @@ PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3"
 
 # Speed of a kernel relative to the count of its machine code, which is a lower bound of its time where the matrix unit limits: XLA states
 # 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/benchmarks.md), and 5.5% for one on one core of a v5p. The
-# largest is taken for all chips and everybody's kernels.
+# largest is taken for everybody's attention, grouped and gated kernels on all chips; kernels that only round have their counted cycles.
 COUNTED = 0.948
 
 WORTH = 1.1  # least of these speeds with which quantizing operands pays for itself

@@ -16,7 +16,7 @@ from typing import Any
 
 from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat, chip_named
 
-OTHERS = 1  # runs of a chip that those of all chips of its family weigh as much as
+OTHERS = 1  # weight, in runs of the chip itself, of the median over all chips of its family
 COVERAGE = 0.9  # share of the runs that lie inside the stated error when they are left out
 
 
@@ -153,7 +153,7 @@ def _mean(chip: str, ratios: Sequence[tuple[str, float]]) -> float:
 @lru_cache(maxsize=32)
 def left_out(runs: tuple[PublishedRun, ...], family: str, *, experts: bool, whole_chips: bool = False) -> Mapping[str, float]:
     """Relative error of every run of a family and kind, published over corrected less 1, when the factor is fitted without it, or
-    without any run of its chip. Of experts on GPUs, of which no run is published, those of TPUs.
+    without any run of its chip. GPUs have no published run of experts and take the errors of TPUs.
     """
     kind = [run for run in runs if run.experts == experts]
     found = {}

@@ -47,8 +47,8 @@ class Row:
     blocks: str = ""  # what it computes at a time
     cycles: int = 0
     estimated: int = 0  # cycles by XLA's own estimate; 0 for a kernel that is not XLA's
-    lower_bound: bool = False  # the matrix unit is the limit, and what it takes to begin and to end is not in `cycles`
-    sums: int = 0  # cycles that XLA takes to add up what the kernel leaves in parts, at full bandwidth
+    lower_bound: bool = False  # the matrix unit is the limit, and `cycles` leaves out the time to fill and drain it
+    sums: int = 0  # cycles in which XLA adds up the kernel's partial results, at full bandwidth
     waited: int = 0  # cycles more, in which nothing is issued until copies between HBM and VMEM are there
     moved: int = 0  # bytes of these, by one core
     peak: float = 0.0

@@ -25,8 +25,7 @@ from maxlm.kernel_lab.problems import OPERATIONS, shape_of, useful
 from maxlm.kernels.attention import splash
 from maxlm.kernels.attention.shapes import SHAPES
 
-# A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
-LOOP = """= control target key start
+HEAD = """= control target key start
 = control target key end
 
      0   :  { %s10_s0 = inlined_call_operand.hbm [shape: s32[1,8], index: 0, kind: input] /* operand 0 */ }
@@ -34,7 +33,11 @@ LOOP = """= control target key start
 hlo: kernel
  */ }
    0x2   :  { %s11_s1 = smov 0 }
-   0x3   :  { %s12_s2 = sld [smem:[#allocation6 + $0x1]] }
+"""  # copies the scalars of the one operand to SMEM
+# A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
+LOOP = (
+    HEAD
+    + """   0x3   :  { %s12_s2 = sld [smem:[#allocation6 + $0x1]] }
    0x4 LB: > { %s13_s1 = sphi %s11_s1, %s18_s1  ;;  %s14_s3 = sld [smem:[#allocation6 + %s13_s1]]  ;;  \
 %s18_s1 = sadd.s32 1, %s13_s1 } /* Start region 1 */
    0x5   : > { %p15_p0 = scmp.ne.s32.totalorder %s14_s3, 7 }
@@ -51,6 +54,7 @@ hlo: kernel
   0x10   :  {}
   0x11   :  {} /* End region 1 */
 """
+)
 
 
 def read(text: str) -> Code:
@@ -83,15 +87,9 @@ def test_bundles_are_counted_as_often_as_they_run(scalars, sevens):
     assert (run.matrix, run.units[SPILLS]) == (8 * sevens, sevens)
 
 
-SHORT = """= control target key start
-= control target key end
-
-     0   :  { %s10_s0 = inlined_call_operand.hbm [shape: s32[1,8], index: 0, kind: input] /* operand 0 */ }
-   0x1   :  { %12 = dma.hbm_to_smem /*hbm=*/%s10_s0, /*size_in_granules=*/16, /*smem=*/[#allocation6], /*dst=*/[#allocation5]
-hlo: kernel
- */ }
-   0x2   :  { %s11_s1 = smov 0 }
-   0x3   :  { %s12_s2 = sld [smem:[#allocation6]] }
+SHORT = (
+    HEAD
+    + """   0x3   :  { %s12_s2 = sld [smem:[#allocation6]] }
    0x4 LB: > { %s13_s1 = sphi %s11_s1, %s18_s1  ;;  %s18_s3 = sadd.s32 1, %s13_s1 } /* Start region 1 */
    0x5   : > { %p15_p0 = scmp.ge.s32.totalorder %s18_s3, %s12_s2 }
    0x6   : > { %16 = sbr.rel (%p15_p0) target = $region3 }
@@ -111,6 +109,7 @@ hlo: kernel
   0x14   :  {}
   0x15   :  {} /* Start/End empty region 4 */
 """
+)
 
 
 def test_what_follows_a_branch_is_issued_as_the_chip_does_it():
