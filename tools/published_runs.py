@@ -92,8 +92,8 @@ def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
     yield "\n| run | chip | published s | predicted without it s | error |\n|---|---|---|---|---|\n"
     for run in runs:
         error = missed[run.name]
-        chip = f"{'experts on ' if run.experts else ''}{run.chip}{'' if run.format == 'bf16' else f' in {run.format}'}"
-        yield f"| {run.name} | {chip} | {run.published_s:.3f} | {run.published_s / (1 + error):.3f} | {error:+.1%} |\n"
+        of = f"{'experts on ' if run.experts else ''}{run.chip}{'' if run.format == 'bf16' else f' in {run.format}'}"
+        yield f"| {run.name} | {of} | {run.published_s:.3f} | {run.published_s / (1 + error):.3f} | {error:+.1%} |\n"
 
 
 def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:

@@ -101,7 +101,7 @@ def _call(
     cost = pl.CostEstimate(
         flops=computed.flops + 2 * sum(arrays) * rows[0].size,  # and of each result its magnitude, and its product by the scale
         transcendentals=computed.transcendentals,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*rows, *columns, *out_shape)),
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*rows, *columns)) + sum(x.size * x.dtype.itemsize for x in out_shape),
     )
     results = pl.pallas_call(
         functools.partial(_kernel, compute, forms, arrays, len(rows), len(columns)),

@@ -30,8 +30,8 @@ from maxlm.training.session import Start
 
 WARM_UP = 2  # steps before the trace: the first loads the program and allocates
 
-# (config, text of the compiled step) -> (seconds by part and phase or None, what the page says about them)
-Predict = Callable[[Config, str], tuple[Predicted | None, str]]
+# (config, text of the compiled step) -> (seconds by part and phase or None, the factor that corrects the seconds, a note for the page)
+Predict = Callable[[Config, str], tuple[Predicted | None, float, str]]
 
 
 @dataclass(frozen=True)
