@@ -118,14 +118,36 @@ def _split_cpu(devices: int | None) -> None:
 
 @app.command(name="config")
 def show_config(
-    config: ConfigName,
+    config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Explain a setting or a section instead, such as mesh.fsdp; CONFIG may be left out.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs, for editors; without CONFIG.")] = False,
     json_: Json = False,
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
     from maxlm.config import load, show
 
+    if schema:
+        if config is not None or diff is not None or explain is not None:
+            raise UserError("--schema goes alone: it is the schema of all configs.")
+        from maxlm.config.json_schema import schema_text
+        from maxlm.config.table import config_class
+
+        typer.echo(schema_text(config_class(), "A config of maxlm"), nl=False)
+        return
+    if explain is not None:
+        if diff is not None:
+            raise UserError("--diff goes without --explain: leave one of them out.")
+        from maxlm.config.explain_setting import explain as explained
+
+        loaded = load(config, overrides or [], assume=True) if config is not None else None
+        typer.echo(explained(explain, loaded, as_json=json_))
+        return
+    if config is None:
+        raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")
     loaded = load(config, overrides or [], assume=True)
     other = load(diff, assume=True) if diff is not None else None
     from maxlm.models import counts

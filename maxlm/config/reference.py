@@ -1,12 +1,11 @@
 """The reference page of all settings, written from the sections: `python -m maxlm.config.reference > docs/settings.md`.
 
-A setting is described by the comments on its line and directly above it.
+A setting is described by the string under its declaration (`maxlm.config.descriptions`), or by the comments on its line and above it.
 """
 
 import ast
 import inspect
 import io
-import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from maxlm.base.errors import show
+from maxlm.config.descriptions import descriptions
 from maxlm.config.explain import sections_of
 from maxlm.config.table import config_class
 
@@ -32,7 +32,7 @@ def page() -> str:
     return HEAD + "".join(_section("", config_class(), {}))
 
 
-def descriptions(section: type[BaseModel]) -> dict[str, str]:
+def comments_of(section: type[BaseModel]) -> dict[str, str]:
     """Comments of the settings that a section declares, by name."""
     source = _source(inspect.getfile(section))
     body = next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
@@ -71,20 +71,21 @@ def _section(key: str, section: type[BaseModel], pages: dict[type[BaseModel], st
             yield f"\nIt has the settings of `{pages[section]}`.\n"
             return
         pages[section] = key
-        said = descriptions(section)
+        said = comments_of(section)
+        written = descriptions(section)
         fields = {name: info for name, info in section.model_fields.items() if name != "kind" or len(kinds) != 1}
         if fields:
             yield "\n| setting | values | default | |\n|---|---|---|---|\n"
         for name, info in fields.items():
-            yield f"| `{name}` | {_words(info)} | {_default(info)} | {said[name] or _first_sentence(info)} |\n"
+            text = _escaped(written[name].sentences) or said[name]
+            yield f"| `{name}` | {_words(info)} | {_default(info)} | {text} |\n"
     for name, info in section.model_fields.items():
         for inner in sections_of(info):
             yield from _section(f"{key}.{name}" if key else name, inner, pages)
 
 
-def _first_sentence(info: FieldInfo) -> str:
-    inner = sections_of(info)
-    return re.split(r"(?<=[.:]) |$", " ".join((inner[0].__doc__ or "").split()))[0] if inner else ""
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _default(info: FieldInfo) -> str:
