@@ -172,7 +172,7 @@ def problems(config: Config, kind: str, **given: Any) -> Problems:
                     yield from ((field, value, broken, fix) for field, value, broken, fix in found)
 
 
-def _lacking(config: Config) -> Problems:
+def _lacking(config: BaseModel) -> Problems:
     """Parts that a config chooses without the settings that they need."""
     for part in choices.registered:
         needed = [] if part.section is None else [name for name, info in part.section.model_fields.items() if info.is_required()]

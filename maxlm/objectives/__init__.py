@@ -12,16 +12,11 @@ from maxlm.objectives.supervised import Supervised
 
 def build_objective(config: Config) -> Objective:
     """The objective that `config` names; next-token prediction if it names none, of tokens further ahead with `model.mtp`."""
-    kind = kind_of(config)
+    kind = "next_token" if config.objective is None else config.objective.kind
     found = part("objective", kind)
     with blamed(found, f"place {found.place}"):
         built: Objective = (part_object("objective", kind) if config.model.mtp is None else load(found.facts.further))(config)
         return built
-
-
-def kind_of(config: Config) -> str:
-    """Name of the objective."""
-    return "next_token" if config.objective is None else config.objective.kind
 
 
 __all__ = [
@@ -34,6 +29,5 @@ __all__ = [
     "Sums",
     "Supervised",
     "build_objective",
-    "kind_of",
     "with_reference",
 ]

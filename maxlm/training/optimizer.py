@@ -20,12 +20,6 @@ from maxlm.training.small_states import in_small_state
 from maxlm.training.update_rule import UpdateRule
 
 
-def update_rule(config: Config) -> UpdateRule:
-    """Return the update rule of `optimizer.name`."""
-    rule: UpdateRule = build_part(config, "optimizer", config.optimizer.name)
-    return rule
-
-
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
     """The update rule of `optimizer.name`, then decay, then the learning rate.
 
@@ -33,7 +27,8 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     matrices only, whatever the rule: no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's.
     `first_row`: of theirs, if they are pieces of those that are stacked.
     """
-    rule, rate, axes = update_rule(config), learning_rate(config), parameter_axes(config.model) if axes is None else axes
+    rule: UpdateRule = build_part(config, "optimizer", config.optimizer.name)
+    rate, axes = learning_rate(config), parameter_axes(config.model) if axes is None else axes
     stored = in_small_state(rule.direction(axes), axes, first_row, config.optimizer.state, config.model, config.train.seed)
     return optax.chain(with_factors(stored, axes, config.model, rule), rule.decayed(axes), rule.at_rate(rate))
 

@@ -17,12 +17,16 @@ ADAM_POWER = -1.0  # entries of Adam's updates have one size, and add up over a 
 class UpdateRule(ABC):
     """Directions from gradients, then decay, then the learning rate.
 
-    It has a `from_config`, a class method that gets the rule's own section and the settings that its other parameters name
-    (`maxlm.config.table.call`). State under the names of moments (`maxlm.config.part`) is stored as `optimizer.state` says.
+    State under the names of moments (`maxlm.config.part`) is stored as `optimizer.state` says.
     """
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         self.settings = optimizer
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> "UpdateRule":
+        """Return the rule of a config. Gets the rule's own section, and the settings that the parameters of the subclass name."""
+        raise NotImplementedError
 
     @abstractmethod
     def direction(self, axes: Parameters) -> optax.GradientTransformation:

@@ -8,7 +8,6 @@ from maxlm.config.part import FAST, FIRST, SECOND, SLOW, OptimizerFacts, Part
 from maxlm.config.sections.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig, moves
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 
-RULES = "maxlm.training.update_rules"
 NAMED = "optimizer.name = schedule_free"
 LEAST_BETA1 = 0.1  # the average is divided by it: errors of float32 grow tenfold
 ADAMW = "use optimizer.name=adamw"
@@ -83,14 +82,14 @@ PARTS = (
     Part(
         kind="optimizer",
         name="adamw",
-        place=f"{RULES}:AdamW",
+        place="maxlm.training.update_rules:AdamW",
         about="Adam with decoupled weight decay (arXiv 1711.05101).",
         facts=OptimizerFacts((FIRST, SECOND), factored=True, freezes=True, scales=True),
     ),
     Part(
         kind="optimizer",
         name="muon",
-        place=f"{RULES}:Muon",
+        place="maxlm.training.update_rules:Muon",
         about="Orthogonalised momentum of hidden matrices, Adam for all else (Jordan 2024; arXiv 2502.16982).",
         section=MuonConfig,
         rules=(_muon,),
@@ -99,7 +98,7 @@ PARTS = (
     Part(
         kind="optimizer",
         name="soap",
-        place=f"{RULES}:Soap",
+        place="maxlm.training.update_rules:Soap",
         about="Adam in the eigenbasis of Shampoo's covariances, for hidden matrices (arXiv 2409.11321).",
         section=SoapConfig,
         identity=_bases,
@@ -108,7 +107,7 @@ PARTS = (
     Part(
         kind="optimizer",
         name="lion",
-        place=f"{RULES}:Lion",
+        place="maxlm.training.update_rules:Lion",
         about="Sign of an interpolated momentum (arXiv 2302.06675).",
         inert=_without_divisor,
         facts=OptimizerFacts((FIRST,)),
@@ -116,7 +115,7 @@ PARTS = (
     Part(
         kind="optimizer",
         name="adafactor",
-        place=f"{RULES}:Adafactor",
+        place="maxlm.training.update_rules:Adafactor",
         about="Factored second moments, no first moment (arXiv 1804.04235, algorithm 4).",
         section=AdafactorConfig,
         rules=(_adafactor,),
@@ -126,7 +125,7 @@ PARTS = (
     Part(
         kind="optimizer",
         name="ademamix",
-        place=f"{RULES}:AdEMAMix",
+        place="maxlm.training.update_rules:AdEMAMix",
         about="Adam with a second, slow average of gradients (arXiv 2409.03137).",
         section=AdemamixConfig,
         rules=(_ademamix, _branched),
@@ -135,7 +134,7 @@ PARTS = (
     Part(
         kind="optimizer",
         name="schedule_free",
-        place=f"{RULES}:ScheduleFree",
+        place="maxlm.training.update_rules:ScheduleFree",
         about="AdamW whose average of iterates stands for a decaying rate (arXiv 2405.15682, algorithm 1).",
         rules=(_schedule_free, excludes(EXCLUDED, f" {NAMED}", f"remove it, or {ADAMW}")),
         identity=lambda own, optimizer_beta1: {"optimizer.beta1": optimizer_beta1},  # the averaged point reads it
