@@ -185,7 +185,7 @@ class CpuPricing(_Pricing):
     """Seconds of operations on a CPU with measured speeds: matmuls by their shape, functions or bytes, whichever takes longest, and a
     fixed time. Without `CpuSpeeds`, as in older calibrations, FLOPs at the speed of a large matmul or bytes.
 
-    What stays in a cache is priced as if it came from memory: docs/observing.md has the error.
+    What stays in a cache is priced as if it came from memory: docs/explanation/observing.md has the error.
     """
 
     def __init__(self, module: Module, chip: Chip) -> None:
