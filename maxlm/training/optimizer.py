@@ -1,4 +1,4 @@
-"""The optimizer of a run: its update rule, decay and learning rate (docs/optimizers.md).
+"""The optimizer of a run: its update rule, decay and learning rate (docs/explanation/optimizers.md).
 
 The step clips gradients, since it reports their norm.
 """

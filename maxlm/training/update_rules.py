@@ -1,4 +1,4 @@
-"""The update rules that `maxlm/config/parts/optimizers.py` lists, built on optax (docs/optimizers.md)."""
+"""The update rules that `maxlm/config/parts/optimizers.py` lists, built on optax (docs/explanation/optimizers.md)."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The update rules, with the rules that hold for one of them alone (docs/optimizers.md)."""
+"""The update rules, with the rules that hold for one of them alone (docs/explanation/optimizers.md)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The shapes of the learning rate after warm-up (docs/optimizers.md)."""
+"""The shapes of the learning rate after warm-up (docs/explanation/optimizers.md)."""
 
 from maxlm.config.capability import Inert
 from maxlm.config.part import Part, ScheduleFacts

@@ -68,7 +68,7 @@ class IndependentDecayConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Annotated[str, Choice("optimizer")] = "adamw"  # update rule (docs/optimizers.md)
+    name: Annotated[str, Choice("optimizer")] = "adamw"  # update rule (docs/explanation/optimizers.md)
     peak_lr: PositiveFloat = 3e-4  # learning rate after warm-up
     schedule: Annotated[str, Choice("schedule")] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
