@@ -33,6 +33,7 @@ def _lines(found: list[Setting], key: str, loaded: LoadedConfig | None) -> Itera
     yield from _of_kinds("", [(setting.kind, setting.description.text) for setting in found])
     for name in ("type", "unit", "values", "range", "default"):
         yield from _of_kinds(name, [(setting.kind, _fact(setting, name)) for setting in found])
+    yield from _list("values", [f"{name}: {about}".rstrip(": ") for name, about in found[0].parts.items()])
     for section in dict.fromkeys(inner for setting in found for inner in setting.sections):
         yield from _section(section, key)
     if found[0].sections:
@@ -49,7 +50,7 @@ def _fact(setting: Setting, name: str) -> str:
     facts = {
         "type": setting.type + (", or null" if setting.nullable else ""),
         "unit": setting.description.unit,
-        "values": ", ".join(setting.choices),
+        "values": "" if setting.parts else ", ".join(setting.choices),
         "range": setting.range,
         "default": setting.default,
     }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config.capability import Capability
 from maxlm.config.sections.mesh import LOGICAL_AXES
-from maxlm.config.table import RULES, capabilities
+from maxlm.config.table import RULES, records
 
 _VALUE = "…"  # stands for a value that only a run of the rule would know
 Names = Mapping[str, ast.expr]  # name -> expression that was assigned to it
@@ -31,14 +31,14 @@ class RuleText(NamedTuple):
 
 def rules_about(key: str) -> list[RuleText]:
     """Texts of the rules that may refuse the setting of a dotted key, or a setting in the section of that key."""
-    found = [text for one in capabilities() for text in _texts(one) if _is_about(text, key)]
+    found = [text for one in records() for text in _texts(one) if _is_about(text, key)]
     return list(dict.fromkeys((*found, *_divisions(key))))
 
 
 def readers_of(key: str) -> list[str]:
     """Keys of the records of which a rule reads the setting of this dotted key, in addition to the record of its own section."""
     name = key.replace(".", "_")
-    reading = (one.key for one in capabilities() if any(name in inspect.signature(rule).parameters for rule in one.functions))
+    reading = (one.key for one in records() if any(name in inspect.signature(rule).parameters for rule in one.functions))
     return [reader for reader in dict.fromkeys(reading) if not f"{key}.".startswith(f"{reader}.")]
 
 

@@ -8,12 +8,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from maxlm.base.errors import SHOWN, UserError, shorten, show
+from maxlm.config.choices import choice_in, parts
 from maxlm.config.descriptions import Description, descriptions
 from maxlm.config.explain import kinds_of, leaves, sections_of
 from maxlm.hardware.topologies import either
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
-_UNBOUNDED = 2**53  # larger bounds of a number are those of its representation
+_UNBOUNDED = 2**53  # larger bounds of a number come from its representation
 
 
 class Setting(NamedTuple):
@@ -34,12 +35,18 @@ class Setting(NamedTuple):
     @property
     def type(self) -> str:
         """Type in words, without the bounds."""
-        return type_in_words(self.info.annotation)
+        return "one of these words" if choice_in(self.info) is not None else type_in_words(self.info.annotation)
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Allowed values of a choice; empty for any other setting."""
-        return tuple(dict.fromkeys(str(choice) for choice in _choices(self.info.annotation)))
+        return tuple(dict.fromkeys(str(choice) for choice in _choices(self.info)))
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Allowed values that name parts -> a line about each; empty for any other setting."""
+        choice = choice_in(self.info)
+        return {} if choice is None else {one.name: one.about for one in parts(choice.kind) if one.name in choice.names}
 
     @property
     def nullable(self) -> bool:
@@ -57,7 +64,7 @@ class Setting(NamedTuple):
 
     @property
     def default(self) -> str:
-        """Value of the setting where nobody sets it, in words."""
+        """Value of the setting that no config sets, in words."""
         if self.info.is_required():
             return "required"
         if self.description.default:
@@ -104,10 +111,10 @@ def find(schema: type[BaseModel], key: str) -> list[Setting]:
 
 
 def type_in_words(annotation: Any) -> str:
-    """A type of a setting in words, as "list of whole number"."""
+    """A type of a setting in words, as "list of whole numbers"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_in_words(arguments[0])
+        return "one of these words" if choice_in(annotation) is not None else type_in_words(arguments[0])
     if origin is tuple:
         return f"list of {_plural(type_in_words(arguments[0]))}"
     if origin is dict:
@@ -125,8 +132,12 @@ def _plural(words: str) -> str:
     return {"text": "texts", "one of these words": "these words"}.get(words, words if words.endswith("s") else f"{words}s")
 
 
-def _choices(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
+def _choices(annotated: Any) -> Iterator[Any]:
+    annotation = annotated.annotation if isinstance(annotated, FieldInfo) else annotated
+    choice = choice_in(annotated)
+    if choice is not None:
+        yield from choice.names
+    elif get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:
         for inner in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:

@@ -61,7 +61,7 @@ class DecontaminateSettings(Section):
     shortest: int = Field(default=8, ge=1, le=100)
     """Items of fewer words must be found as a whole. Unit: words."""
     evidence: float = Field(default=0.7, ge=0, allow_inf_nan=False)
-    """Items whose weights add up to less are not searched, since they carry too little to be told from other text. Unit: weight."""
+    """Items with less weight in sum are not searched, since they carry too little to be told from other text. Unit: weight."""
     common_documents: int = Field(default=20, ge=2)
     """Documents of the sample in which an n-gram must occur to count as common, so that it has no weight. Unit: documents."""
     common_share: Share = 1e-4

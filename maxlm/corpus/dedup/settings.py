@@ -30,7 +30,7 @@ class MinHashSettings(Section):
     """
 
     ngram: Annotated[int, Field(ge=1, le=32)] = 5
-    """Length of the n-grams whose hashes are compared. Unit: words."""
+    """Length of the n-grams that are hashed and compared. Unit: words."""
     bands: Annotated[int, Field(ge=1, le=256)] = 20
     """Bands of the signature; a pair that agrees in all rows of one band is a candidate. Unit: bands."""
     rows: Annotated[int, Field(ge=1, le=64)] = 8
