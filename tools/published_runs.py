@@ -89,7 +89,7 @@ def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
                     if errors
                     else "none"
                 )
-                yield f"| {found.of} | {found.own} | {found.middle:.3f} | {low:.2f} to {high:.2f} | {checked} |\n"
+                yield f"| {found.of} | {found.own} | {found.middle:.3f} | ±{found.error:.0%}: {low:.2f} to {high:.2f} | {checked} |\n"
     yield "\n| run | chip | published s | predicted without it s | error |\n|---|---|---|---|---|\n"
     for run in runs:
         error = missed[run.name]
