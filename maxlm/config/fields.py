@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, Strict, StringConstraints
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from maxlm.base import paths
 
@@ -56,17 +55,6 @@ class Section(BaseModel):
     """A group of settings: frozen, and a key it does not have is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """JSON schema of the section, with the description of each setting."""
-        from maxlm.config.descriptions import descriptions
-
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, description in descriptions(cls).items():
-            if text := description.sentences:
-                schema["properties"][name] = {**schema["properties"][name], "description": text}
-        return schema
 
 
 def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

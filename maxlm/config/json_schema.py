@@ -6,10 +6,13 @@ file completes, and a section of several kinds may lack its `kind`. All else is 
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ModelSchema
 
+from maxlm.config.descriptions import descriptions
 from maxlm.config.loader import MOST_EXTENDS
 
 _EXTENDS = {
@@ -19,6 +22,18 @@ _EXTENDS = {
 Schema = dict[str, Any]
 
 
+class _Described(GenerateJsonSchema):
+    """pydantic's schema, with the description of each setting."""
+
+    def model_schema(self, schema: ModelSchema) -> Schema:
+        """The schema of a section."""
+        made, section = super().model_schema(schema), cast("Any", schema["cls"])
+        for name, description in descriptions(section).items():
+            if text := description.sentences:
+                made["properties"][name] = {**made["properties"][name], "description": text}
+        return made
+
+
 def schema_text(model: type[BaseModel], title: str) -> str:
     """The schema of files with these settings, as JSON."""
     return json.dumps(file_schema(model, title), indent=1, ensure_ascii=False) + "\n"
@@ -26,7 +41,7 @@ def schema_text(model: type[BaseModel], title: str) -> str:
 
 def file_schema(model: type[BaseModel], title: str) -> Schema:
     """The schema of files with these settings (JSON Schema 2020-12)."""
-    made = model.model_json_schema()
+    made = model.model_json_schema(schema_generator=_Described)
     entries = set(_entries(made))
     definitions = {name: _loosened(one, whole=name in entries) for name, one in made.pop("$defs", {}).items()}
     top = _loosened(made, whole=False)

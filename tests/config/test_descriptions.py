@@ -100,7 +100,7 @@ def test_descriptions_are_read_from_the_strings_below():
     assert found["good"] == ("Updates between two looks. A look costs 0.5 s.", "updates", "good / 2")
     assert found["field"].unit == "steps"
     assert found["inner"].text == "A section inside of it (arXiv 1711.05101): with one setting."
-    assert Written.model_json_schema()["properties"]["good"]["description"].endswith("0.5 s. Default: good / 2. Unit: updates.")
+    assert file_schema(Written, "")["properties"]["good"]["description"].endswith("0.5 s. Default: good / 2. Unit: updates.")
 
 
 def test_a_section_that_extends_another_keeps_its_descriptions():
