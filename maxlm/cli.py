@@ -129,22 +129,10 @@ def show_config(
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
     from maxlm.config import load, show
+    from maxlm.config.explain_setting import without_values
 
-    if schema:
-        if config is not None or diff is not None or explain is not None:
-            raise UserError("--schema goes alone: it is the schema of all configs.")
-        from maxlm.config.json_schema import schema_text
-        from maxlm.config.table import config_class
-
-        typer.echo(schema_text(config_class(), "A config of maxlm"), nl=False)
-        return
-    if explain is not None:
-        if diff is not None:
-            raise UserError("--diff goes without --explain: leave one of them out.")
-        from maxlm.config.explain_setting import explain as explained
-
-        loaded = load(config, overrides or [], assume=True) if config is not None else None
-        typer.echo(explained(explain, loaded, as_json=json_))
+    if (answer := without_values(config, overrides or [], diff, explain, schema=schema, as_json=json_)) is not None:
+        typer.echo(answer)
         return
     if config is None:
         raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")

@@ -3,16 +3,17 @@
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
 
-from maxlm.base.errors import show
+from maxlm.base.errors import UserError, show
 from maxlm.config.descriptions import about
 from maxlm.config.fields import flatten
-from maxlm.config.loader import SHIPPED, LoadedConfig, parse_yaml, shipped
+from maxlm.config.json_schema import schema_text
+from maxlm.config.loader import SHIPPED, LoadedConfig, load, parse_yaml, shipped
 from maxlm.config.rule_texts import RuleText, readers_of, rules_about
 from maxlm.config.settings import Setting, find, settings_of
 from maxlm.config.table import config_class
@@ -26,6 +27,21 @@ def explain(key: str, loaded: LoadedConfig | None = None, *, as_json: bool = Fal
     found = find(config_class(), key)
     key = found[0].key
     return json.dumps(_as_values(found, key, loaded), ensure_ascii=False) if as_json else "\n".join(_lines(found, key, loaded))
+
+
+def without_values(
+    config: str | None, overrides: Sequence[str], diff: str | None, key: str | None, *, schema: bool, as_json: bool
+) -> str | None:
+    """Answer of `maxlm config --explain KEY` and `--schema`; None if neither is asked for. Raises UserError."""
+    if schema and (config or diff or key):
+        raise UserError("--schema goes alone: it is the schema of all configs.")
+    if schema:
+        return schema_text(config_class(), "A config of maxlm")
+    if key is not None and diff is not None:
+        raise UserError("--diff goes without --explain: leave one of them out.")
+    if key is None:
+        return None
+    return explain(key, load(config, overrides, assume=True) if config is not None else None, as_json=as_json)
 
 
 def _lines(found: list[Setting], key: str, loaded: LoadedConfig | None) -> Iterator[str]:

@@ -36,7 +36,7 @@ class _Described(GenerateJsonSchema):
 
 def schema_text(model: type[BaseModel], title: str) -> str:
     """The schema of files with these settings, as JSON."""
-    return json.dumps(file_schema(model, title), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(file_schema(model, title), indent=1, ensure_ascii=False)
 
 
 def file_schema(model: type[BaseModel], title: str) -> Schema:
