@@ -31,6 +31,7 @@ from maxlm.config.sections.precision import PrecisionConfig
 from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.config.sections.run import RunConfig
 from maxlm.config.sections.samples import SamplesConfig
+from maxlm.config.sections.trackio import TrackioConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.config.sections.wandb import WandbConfig
 from maxlm.config.sections.watchdog import WatchdogConfig
@@ -58,6 +59,7 @@ class Config(Section):
     samples: SamplesConfig | None = None
     watchdog: WatchdogConfig | None = None  # None: with its defaults
     wandb: WandbConfig | None = None
+    trackio: TrackioConfig | None = None
     prometheus: PrometheusConfig | None = None
     evaluation: EvaluationConfig | None = None
     health: HealthConfig | None = None
