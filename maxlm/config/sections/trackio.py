@@ -21,7 +21,7 @@ class TrackioConfig(Section):
     TRACKIO_SERVER_URL in the environment to a server.
     """
 
-    project: Annotated[Text, AfterValidator(_project)]  # its name there
+    project: Annotated[Text, AfterValidator(_project)]
     """Name of the project in trackio."""
 
 
