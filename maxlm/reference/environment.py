@@ -27,6 +27,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "XLA_CLIENT_MEM_FRACTION": "Share of a GPU's memory that jax takes; maxlm sets the share that its estimates assume.",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "Former name of XLA_CLIENT_MEM_FRACTION.",
         "CUDA_VISIBLE_DEVICES": "GPUs that a process may use.",
+        "TPU_LIBRARY_PATH": "File of libtpu, in place of the installed package.",
         "TPU_SKIP_MDS_QUERY": "Do not ask Google Cloud's metadata server about the TPU.",
     },
     "Weights & Biases": {
@@ -35,14 +36,25 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "WANDB_ENTITY": "Team or account that the project belongs to.",
         "WANDB_BASE_URL": "Address of a server of one's own.",
     },
-    "Launchers": {
-        "JAX_COORDINATOR_ADDRESS": "Address of the first process, with JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
-        "SLURM_NTASKS": "With SLURM_PROCID and further variables of Slurm: number of processes, and number of this one.",
-        "OMPI_COMM_WORLD_SIZE": "With OMPI_COMM_WORLD_RANK: the same of Open MPI; PMI_SIZE of MPICH, MV2_COMM_WORLD_SIZE of MVAPICH.",
-        "WORLD_SIZE": "With NODE_RANK or GROUP_RANK and NNODES: the same of torchrun and of managed services.",
-        "JOB_COMPLETION_INDEX": "Number of this process in a job of Kubernetes, with JOBSET_NAME of a JobSet.",
+    "Launchers that start the processes": {
+        "JAX_COORDINATOR_ADDRESS": "Address of the first process; `coordinator=` on the command line takes its place.",
+        "JAX_NUM_PROCESSES": "Number of processes; `process_count=` takes its place.",
+        "JAX_PROCESS_ID": "Number of this process, from 0; `process_id=` takes its place.",
+        "SLURM_NTASKS": "Number of processes, with SLURM_PROCID and further variables of Slurm.",
+        "OMPI_COMM_WORLD_SIZE": "Number of processes of Open MPI, with OMPI_COMM_WORLD_RANK and their numbers on a node.",
+        "PMI_SIZE": "Number of processes of an MPI launcher (PMI), with PMI_RANK.",
         "TPU_WORKER_ID": "Number of this host in its slice, with TPU_WORKER_HOSTNAMES.",
         "MEGASCALE_NUM_SLICES": "Number of slices, with MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS.",
+        "NUM_PROCESSES": "Number of processes of a JAXJob of Kubeflow, with PROCESS_ID.",
+        "JOB_COMPLETION_INDEX": "Number of this process in an indexed job of Kubernetes, with JAX_NUM_PROCESSES; JOBSET_NAME names a JobSet.",
+    },
+    "Launchers that are recognized, and named in an error where a run would start once on each host": {
+        "WORLD_SIZE": "torchrun, PyTorchJob and accelerate, with RANK; TORCHELASTIC_RUN_ID of torchrun.",
+        "PET_NNODES": "Kubeflow's torch runtime, with PET_NODE_RANK; NNODES and NODE_RANK of launchers of one process a node.",
+        "MV2_COMM_WORLD_SIZE": "MVAPICH, with MV2_COMM_WORLD_RANK.",
+        "PALS_SIZE": "PALS, with PALS_RANKID; JSM_NAMESPACE_SIZE of jsrun, and FLUX_JOB_SIZE of Flux.",
+        "AWS_BATCH_JOB_NUM_NODES": "AWS Batch, with AWS_BATCH_JOB_NODE_INDEX; SM_HOSTS of SageMaker.",
+        "SKYPILOT_NUM_NODES": "SkyPilot, with SKYPILOT_NODE_RANK; CLUSTER_SPEC of Vertex AI, and TF_CONFIG.",
     },
 }
 
