@@ -46,7 +46,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "TPU_WORKER_ID": "Number of this host in its slice, with TPU_WORKER_HOSTNAMES.",
         "MEGASCALE_NUM_SLICES": "Number of slices, with MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS.",
         "NUM_PROCESSES": "Number of processes of a JAXJob of Kubeflow, with PROCESS_ID.",
-        "JOB_COMPLETION_INDEX": "Number of this process in an indexed job of Kubernetes, with JAX_NUM_PROCESSES; JOBSET_NAME names a JobSet.",
+        "JOB_COMPLETION_INDEX": "Number of this process in an indexed job of Kubernetes; JOBSET_NAME names a JobSet.",
     },
     "Launchers that are recognized, and named in an error where a run would start once on each host": {
         "WORLD_SIZE": "torchrun, PyTorchJob and accelerate, with RANK; TORCHELASTIC_RUN_ID of torchrun.",
