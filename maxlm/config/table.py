@@ -99,7 +99,7 @@ def _misfit_part(one: Part) -> str:
         return f"{kind.noun} has no section in a config; leave it out"
     if kind.by_section and one.section is None:
         return f"{kind.noun} is chosen by its section, which is missing; give one, without settings if it has none"
-    if one.section is not None and one.key in _keys(config_class()):
+    if one.section is not None and kind.home and one.key in _keys(config_class()):
         return f"{one.key} is a setting already; choose another name"
     return ""
 
@@ -258,9 +258,10 @@ def weights_kinds() -> tuple[str, ...]:
 def config_class() -> type[Config]:
     """`Config` with a field for each section of the table that it does not declare itself, and with the sections of all objectives."""
     declared = set(_keys(Config))
-    added = {one.key: one.section for one in (*capabilities(), *choices.parts()) if one.section is not None and one.key not in declared}
+    records = [*capabilities(), *(part for part in choices.parts() if KINDS[part.kind].home)]
+    added = {tuple(one.key.split(".")): one.section for one in records if one.section is not None and one.key not in declared}
     objectives = tuple(_objective(part) for part in choices.parts("objective"))
-    found = _with_sections(Config, {tuple(key.split(".")): section for key, section in added.items() if not key.startswith("objective.")})
+    found: type[Config] = _with_sections(Config, added)
     if len(objectives) == sum(part.kind == "objective" for part in choices.own_parts()):
         return found
     union: Any = Annotated[Union[objectives], Field(discriminator="kind")]  # noqa: UP007 -- of a tuple
