@@ -141,7 +141,10 @@ def compile_(
     slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     machine_code: Annotated[
-        bool, typer.Option("--machine-code", help="For TPUs, make it too: minutes instead of seconds; finds kernels that the chip refuses.")
+        bool,
+        typer.Option(
+            "--machine-code", help="For TPUs, make it too, in minutes: adds XLA's own cycles, finds kernels that the chip refuses."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:
