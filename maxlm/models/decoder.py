@@ -51,16 +51,13 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Any, RouterOutput]:
         """(hidden states, the mixer's cache with this call added, report of the router)."""
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        sublayers = {"attention": lambda x_BSD: self.attention(x_BSD, context, cache)}
-        if self.memory is not None:
-            sublayers["memory"] = lambda x_BSD: self.memory(x_BSD, context)
-        sublayers["mlp"] = lambda x_BSD: self.mlp(x_BSD, context)
-        modules = {
-            sublayer: {name.removeprefix(f"{sublayer}_"): own for name, own in vars(self).items() if name.startswith(f"{sublayer}_")}
-            for sublayer in sublayers
-        }
-        x_BSD, results = self.residual(modules, x_BSD, sublayers)
+        inputs = {"attention": (context, cache), **({} if self.memory is None else {"memory": (context,)}), "mlp": (context,)}
+        sublayers = {name: partial(self._run, name, more) for name, more in inputs.items()}
+        x_BSD, results = self.residual(vars(self), x_BSD, sublayers)
         return constrain(x_BSD, *BETWEEN), results["attention"], results["mlp"]
+
+    def _run(self, name: str, inputs: Sequence[Any], x_BSD: Array) -> tuple[Array, Any]:
+        return getattr(self, name)(x_BSD, *inputs)  # type: ignore[no-any-return]  # of any sublayer
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""

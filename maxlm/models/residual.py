@@ -10,7 +10,9 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import ModelConfig
 from maxlm.models.layers import Norm
 
-Sublayer = Callable[[Array], tuple[Array, Any]]  # hidden states to (output, second result: a cache or the report of a router)
+Stream = Float[Array, "B S D"]  # hidden states between sublayers
+Modules = Mapping[str, Any]  # by name in the block
+Sublayers = Mapping[str, Callable[[Array], tuple[Array, Any]]]  # hidden states to (output, second result: a cache, or a router's report)
 
 
 class ResidualRule(ABC):
@@ -33,33 +35,27 @@ class ResidualRule(ABC):
         return cls(config.residual_scale * (1.0 if ahead else config.parametrized.residual))
 
     @abstractmethod
-    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module | None]:
-        """Return the modules of a sublayer, `attention`, `memory` or `mlp`, by their names. Their parameters are named after both, as in
-        `attention_norm`.
+    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module]:
+        """Return the modules of a sublayer, `attention`, `memory` or `mlp`, by their names. In the block, and in names of parameters, the
+        name of the sublayer comes first, as in `attention_norm`.
         """
 
     @abstractmethod
-    def __call__(
-        self, modules: Mapping[str, Mapping[str, Any]], x_BSD: Float[Array, "B S D"], sublayers: Mapping[str, Sublayer]
-    ) -> tuple[Float[Array, "B S D"], dict[str, Any]]:
-        """Return (hidden states after all sublayers, the second result of each). `modules`: by sublayer, as `modules` names them;
-        `sublayers`: in order.
-        """
+    def __call__(self, modules: Modules, x_BSD: Stream, sublayers: Sublayers) -> tuple[Stream, dict[str, Any]]:
+        """Return (hidden states after all sublayers, the second result of each). `modules`: of the block; `sublayers`: in order."""
 
 
 class Additive(ResidualRule):
     """x + multiplier * f(norm(x)), a sublayer after another."""
 
-    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module | None]:
-        return {"norm": Norm(config.d_model, config), "post_norm": None}
+    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module]:
+        return {"norm": Norm(config.d_model, config)}
 
-    def __call__(
-        self, modules: Mapping[str, Mapping[str, Any]], x_BSD: Float[Array, "B S D"], sublayers: Mapping[str, Sublayer]
-    ) -> tuple[Float[Array, "B S D"], dict[str, Any]]:
+    def __call__(self, modules: Modules, x_BSD: Stream, sublayers: Sublayers) -> tuple[Stream, dict[str, Any]]:
         results = {}
         for name, sublayer in sublayers.items():
-            y_BSD, results[name] = sublayer(modules[name]["norm"](x_BSD))
-            norm = modules[name]["post_norm"]
+            y_BSD, results[name] = sublayer(modules[f"{name}_norm"](x_BSD))
+            norm = modules.get(f"{name}_post_norm")
             x_BSD = x_BSD + self.multiplier * (y_BSD if norm is None else norm(y_BSD))
         return x_BSD, results
 
@@ -67,5 +63,5 @@ class Additive(ResidualRule):
 class Sandwich(Additive):
     """`Additive` with a norm of the output of f, too (Gemma 2, arXiv 2408.00118)."""
 
-    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module | None]:
-        return {"norm": Norm(config.d_model, config), "post_norm": Norm(config.d_model, config)}
+    def modules(self, config: ModelConfig, sublayer: str) -> dict[str, nnx.Module]:
+        return {**super().modules(config, sublayer), "post_norm": Norm(config.d_model, config)}
