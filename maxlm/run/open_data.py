@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.paths import PYTHON
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.sections.data import DataConfig
@@ -33,6 +34,9 @@ class OpenedData(NamedTuple):
 
 def open_data(config: Config, *, held_out: bool = True) -> OpenedData:
     """Open the training batches, and with `held_out` the held-out ones if evaluation is on. Raises UserError for an unusable store."""
+    if given := next((store for store in config.data.stores if store.startswith(PYTHON)), None):
+        fix = "go on in that program with maxlm.fit(config, data=...), or name a token store"
+        raise ConfigError("data.store", given, "the batches of this run came from a Python program", fix)
     create = functools.partial(
         Pipeline,
         global_batch=config.train.global_batch,

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, model_validator
 
 from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems, keeps
-from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
+from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath, StorePath
 from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.config.sections.run import RunConfig
@@ -40,7 +40,7 @@ class HeldOutConfig(Section):
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
-    store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
+    store: StorePath | None = None  # a folder or gs:// made by `maxlm data prepare`; python://NAME: batches that `maxlm.fit` was given
     mixture: MixtureConfig | None = None  # instead of `store`
     seq_len: Positive  # tokens of a sequence
     shuffle: Bool = True  # draw samples in random order; false: as they are stored
