@@ -52,8 +52,8 @@ TOKENS = 1e12  # that the last columns are of
 HEAD = f"""# Recipes
 
 Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. Each training step was scheduled by XLA for its machine, without
-machine code ([schedule.md](schedule.md)), on the day of the last column; rows of earlier days are of the code of then. Nothing was measured
-on a chip.
+machine code ([how](explanation/compiled-steps.md)), on the day of the last column; rows of earlier days are of the code of then. Nothing
+was measured on a chip.
 
     python tools/recipes.py          compiles again what has changed, and writes this page
 
@@ -66,10 +66,10 @@ on a chip.
 | tokens/s a chip | by the expected step |
 | exposed | share of the estimate in which chips wait for each other or for their hosts |
 | HBM | memory of a device: what the compiler allocates, of what there is |
-| days, cost | of 1 T tokens, by the expected step, with failures; list price on demand ([cost.md](cost.md)), which tpu7x lacks |
+| days, cost | of 1 T tokens, by the expected step, with failures; list price on demand ([cost.md](how-to/cost.md)), which tpu7x lacks |
 
 Models with experts (`deepseek`, `mixtral`, `qwen3-30b-a3b`): {EVEN_LOADS[0].lower()}{EVEN_LOADS[1:]}
-`llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](memory_tiers.md).
+`llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](explanation/memory-tiers.md).
 In int8 or fp8: [low_precision_speed.md](low_precision_speed.md).
 
 | run | chips | tokens an update | step | MFU | schedule | its MFU | tokens/s a chip | exposed | HBM, GiB | days | cost | compiled |

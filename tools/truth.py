@@ -293,8 +293,8 @@ again. The pages that state TFLOP/s counted all of attention, and the embedding 
 INTRO = """# Predicted and published step times
 
 {date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52),
-without machine code ([schedule.md](schedule.md)): half a minute each, and several where the SparseCore works, since XLA compiles what it
-runs. The estimator is `maxlm.cost.step_cost`; where a run did not raise
+without machine code ([how](explanation/compiled-steps.md)): half a minute each, and several where the SparseCore works, since XLA
+compiles what it runs. The estimator is `maxlm.cost.step_cost`; where a run did not raise
 the limit of scoped VMEM, matmuls are charged what XLA states for such programs. Settings and XLA flags are those of the published run
 (`tools/truth_rows.yml`). The estimates of these tables are what schedules alone say, with no factor fitted to published times: **{within}
 of {rows} compiled ones are within 15%**. What one may expect is the estimate corrected by these rows, [below](#what-estimates-say-of-it).

@@ -25,7 +25,7 @@ from maxlm.telemetry.phases import Phases
 Callback = Observer | Callable[[StepRecord], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitResult:
     """End of a training run."""
 
@@ -41,6 +41,10 @@ class FitResult:
     def done(self) -> bool:
         """True if all steps are done."""
         return self.status in ("done", "nothing_left")
+
+    def __repr__(self) -> str:
+        loss = "" if self.eval_loss is None else f", held-out loss {self.eval_loss:.4f}"
+        return f"FitResult({self.message}{loss}; {str(self.run.path)!r})"
 
 
 @plain_errors

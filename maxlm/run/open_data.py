@@ -63,7 +63,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     def open_here() -> OpenedData:
         if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
-            _prepare(config.data)
+            _prepare(config.data, progress=not phases.console.quiet)
         with phases("reading the data"):
             opened = open_data(config)
         frozen.check_unchanged(digests(opened))
@@ -72,8 +72,8 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     return agree.on_all(open_here, digests, frozen.explained)
 
 
-def _prepare(data: DataConfig) -> None:
+def _prepare(data: DataConfig, *, progress: bool) -> None:
     if jax.process_count() == 1:
-        prepare_store(data)
+        prepare_store(data, progress=progress)
     elif data.store is None or storage.read_bytes(data.store, manifest.MANIFEST) is None:  # of a disk or a bucket
         raise UserError(f"data.store = {data.store} is not prepared: on several hosts run `maxlm data prepare` once before training.")

@@ -1,4 +1,4 @@
-"""The table of update rules, and learning-rate schedules, built on optax (docs/optimizers.md).
+"""The table of update rules, and learning-rate schedules, built on optax (docs/explanation/optimizers.md).
 
 The step clips gradients, since it reports their norm.
 """

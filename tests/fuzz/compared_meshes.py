@@ -1,7 +1,7 @@
 """Checks of one drawn config: the same figures on its mesh, resumed on another one, without the loop over layers, and in evaluation.
 
 A difference beyond `FLOOR` is compared with what noise of a few units of float32's rounding does to the same config on the same mesh: where
-an update rule or a router's choice is not continuous, layouts may differ by as much as that (docs/parallelism.md).
+an update rule or a router's choice is not continuous, layouts may differ by as much as that (docs/explanation/parallelism.md).
 """
 
 import copy
@@ -29,7 +29,7 @@ from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
 
 STEPS, RESUMED_AT = 3, 2
-FLOOR = 1e-5  # largest relative difference: the target of docs/parallelism.md
+FLOOR = 1e-5  # largest relative difference: the target of docs/lab/parallelism.md
 NOISE, DRAWS, AMPLIFIED = 2.0**-18, 2, 4  # relative change of every parameter before every update; runs with it; the bound in multiples
 END_OF_DOCUMENT = 0
 PARTS_SEEN = {metric.name for metric in PART_METRICS}  # figures of single microbatches: a mesh decides how many there are
