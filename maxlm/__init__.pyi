@@ -13,5 +13,6 @@ from maxlm.config.schema import Config as Config
 from maxlm.config.table import register as register
 from maxlm.data.batch import Batch as Batch
 from maxlm.telemetry.observer import Event as Event, Observer as Observer, StepRecord as StepRecord
+from maxlm.training.step import Metrics as Metrics, TrainState as TrainState
 
 __version__: str

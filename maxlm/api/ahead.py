@@ -276,7 +276,7 @@ def _without_chips() -> Iterator[None]:
     """Compile without claiming accelerators, and leave the process as it was: its own devices are found first, if it has any."""
     import jax
 
-    variables, platforms = dict(os.environ), jax.config.jax_platforms
+    variables, platforms = dict(os.environ), jax.config.jax_platforms  # type: ignore[attr-defined]
     if any_device_file() or find_accelerators():
         jax.devices()
     leave_chips_alone()

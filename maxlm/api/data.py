@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.api.errors import plain_errors
+from maxlm.api.process import start_process
 from maxlm.base.console import Console
 from maxlm.base.errors import UserError
 from maxlm.base.paths import user_path
@@ -43,6 +44,7 @@ class Data:
         """
         if split not in SPLITS:
             raise UserError(f"split = {split} is neither of {' and '.join(SPLITS)}.")
+        start_process()
         found = open_data_on_all_hosts(config, Phases(Console(quiet=quiet)))
         pipeline = found.train if split == "train" else found.held_out
         if pipeline is None:

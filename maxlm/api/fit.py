@@ -82,7 +82,7 @@ def fit(
         config, open_data = _with_data(config, data, held_out)
     elif held_out is not None:
         raise UserError("held_out goes with data: without it the config's stores have held-out documents of their own.")
-    observers = tuple(one if hasattr(one, "on_event") else _StepCallback(one) for one in callbacks)
+    observers = tuple(map(_observer, callbacks))
     ended = train(config, phases, given=Given((last, *observers), open_data))
     run = Run.open(Path(config.run.dir) / config.run.name)
     outcome = ended.outcome
@@ -110,6 +110,14 @@ def _with_data(config: Config, data: Iterable[Any], held_out: Iterable[Any] | No
         return OpenedData(GivenBatches(data, *common), kept, {})
 
     return config, open_data
+
+
+def _observer(callback: Callback) -> Observer:
+    if isinstance(callback, Observer):
+        return callback
+    if not callable(callback):
+        raise UserError(f"a callback is of the kind {type(callback).__name__}: give a maxlm.Observer, or a function of a StepRecord.")
+    return _StepCallback(callback)
 
 
 class _Last(Observer):

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from maxlm.api.errors import plain_errors
-from maxlm.api.module import LanguageModule
 from maxlm.api.process import quiet_process
 from maxlm.base.errors import UserError
 from maxlm.base.paths import user_path
@@ -23,12 +22,13 @@ from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import OpenedWeights, open_weights
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
-from maxlm.inference.forward import Forward
+from maxlm.inference.forward import Forward, LanguageModule
 from maxlm.inference.sampling import Sampler
 from maxlm.inference.text import Asked, continue_asked
 from maxlm.models import Parameters, count_parameters
 from maxlm.training.saved_run import TOKENIZER
 
+Prompt = str | Mapping[str, Any]
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
 
 
@@ -107,7 +107,7 @@ class Model:
         return rows if ids.ndim == 2 else rows[0]
 
     @overload
-    def score(self, texts: str, contexts: str | None = None) -> Score: ...
+    def score(self, texts: str, contexts: str | None = None) -> Score: ...  # type: ignore[overload-overlap]  # a text is a sequence, too
     @overload
     def score(self, texts: Sequence[str], contexts: Sequence[str] | None = None) -> list[Score]: ...
     @plain_errors
@@ -132,13 +132,43 @@ class Model:
         return [Score(one.logprob, len(request.continuation), len(text.encode()), one.greedy) for one, request, text in sizes]
 
     @overload
-    def generate(self, prompts: str, tokens: int = 64, **options: Any) -> str: ...
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence, too
+        self,
+        prompts: str,
+        tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        stop: Sequence[str] = ...,
+        seed: int = ...,
+        dtype: str = ...,
+        chat: bool = ...,
+        special_tokens: bool = ...,
+    ) -> str: ...
     @overload
-    def generate(self, prompts: Sequence[str | Mapping[str, Any]], tokens: int = 64, **options: Any) -> list[str]: ...
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        stop: Sequence[str] = ...,
+        seed: int = ...,
+        dtype: str = ...,
+        chat: bool = ...,
+        special_tokens: bool = ...,
+    ) -> list[str]: ...
     @plain_errors
     def generate(
         self,
-        prompts: str | Sequence[str | Mapping[str, Any]],
+        prompts: str | Sequence[Prompt],
         tokens: int = 64,
         *,
         temperature: float = 0.8,

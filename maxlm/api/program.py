@@ -1,5 +1,6 @@
 """`maxlm.build`: the functions of a config for a training loop of one's own, on a mesh of devices."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,9 +71,10 @@ class Program:
     def evaluate(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
         """Means of the objective's figures over all `batches`, by name: "loss" first, in nats a token. Nothing is dropped or drawn."""
         read = self._compiled.evaluated(state)
-        sums = evaluated_sums(self._compiled, read, map(self.shard, batches))
-        if not sums.added:
+        drawn = iter(batches)
+        if (first := next(drawn, None)) is None:
             raise UserError("there are no batches to evaluate: give one at least.")
+        sums = evaluated_sums(self._compiled, read, map(self.shard, itertools.chain([first], drawn)))
         means = [metric for metric in self._compiled.objective.metrics if metric.reduce == "mean"]
         return records({name: np.asarray(value) for name, value in sums.values(means).items()})
 

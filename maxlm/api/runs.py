@@ -9,7 +9,7 @@ from typing import Any
 from maxlm.api.errors import plain_errors
 from maxlm.api.model import Model
 from maxlm.api.table import Table
-from maxlm.base.errors import UserError
+from maxlm.base.errors import error_kind
 from maxlm.base.paths import user_path
 from maxlm.base.strict_json import read_objects
 from maxlm.config.schema import Config
@@ -98,7 +98,7 @@ class Run:
         try:
             return write_report([self.path], directory.report)
         except OSError as error:
-            raise UserError(f"{directory.report} cannot be written: {error.strerror}.") from error
+            raise error_kind(error)(f"{directory.report} cannot be written: {error.strerror}.") from error
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

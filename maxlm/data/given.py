@@ -58,8 +58,8 @@ class Resumable:
         own = {}
         if hasattr(self._items, "state_dict") and hasattr(self._items, "load_state_dict"):
             own = {"state_dict": self._items.state_dict()}
-        elif hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state"):
-            own = {"iterator": _as_json(self._iterator.get_state())}
+        elif (get_state := getattr(self._iterator, "get_state", None)) is not None and hasattr(self._iterator, "set_state"):
+            own = {"iterator": _as_json(get_state())}
         return {"items": self.drawn, **own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -170,10 +170,14 @@ class GivenBatches(Pipeline):
         return []
 
     def batches(self, start_step: int, shardings: Any, stop_step: int) -> Batches:
-        with self._lock:
-            self._items.restore(self._states.get(start_step, self._begin))
-            self._next, self._recent = start_step, {}
+        self.restart(start_step)
         return super().batches(start_step, shardings, stop_step)
+
+    def restart(self, step: int) -> None:
+        """Go to the place of `step`, which is that of `go_on` or the beginning. Raises UserError if the iterable cannot."""
+        with self._lock:
+            self._items.restore(self._states.get(step, self._begin))
+            self._next, self._recent = step, {}
 
     def host_batch(self, step: int, rows: slice | np.ndarray | None = None, spans: Spans | None = None) -> Any:
         """The batch of `step`: the next one, or one of the last few again."""

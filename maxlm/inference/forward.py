@@ -1,4 +1,4 @@
-"""Logits of whole sequences, as training computes them: without caches, in the precision of the config."""
+"""Logits of whole sequences, as training computes them: without caches, in the precision of the config. Also as a module of flax.nnx."""
 
 import math
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from maxlm.config import UserError
@@ -16,7 +16,7 @@ from maxlm.config.schema import Config
 from maxlm.config.sections.mesh import ContextAttention
 from maxlm.config.sections.precision import PrecisionConfig
 from maxlm.kernels.linear_cross_entropy import logits
-from maxlm.models import Decoder, Parameters, bind
+from maxlm.models import Decoder, Parameters, bind, model_state_specs, parameter_specs
 from maxlm.models.parameters import is_matrix
 from maxlm.parallel import mesh_axes, partition_spec
 from maxlm.parallel.context import in_sequence
@@ -85,3 +85,36 @@ class Forward:
 def default_inputs(tokens_BS: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """Positions and segment ids of rows that are a document each."""
     return jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape), jnp.ones(tokens_BS.shape, jnp.int32)
+
+
+class LanguageModule(nnx.Module):
+    """Tokens to logits. `nnx.split`, `nnx.merge`, `nnx.state`, `nnx.grad`, `nnx.jit` and `nnx.display` work on it as on any module.
+
+    Every variable has the metadata `axes` (logical axes, without the axes of stacked layers) and `out_sharding` (mesh axes of each dim), so
+    that `nnx.get_partition_spec` and `nnx.get_named_sharding` are right. Blocks that are alike are one `Block` with stacked variables.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, params: Parameters, model_state: Parameters) -> None:
+        model = config.model.dropless
+        self.decoder = bind(model, params, model_state)
+        specs = jax.tree.leaves(
+            bind(model, parameter_specs(model, mesh), model_state_specs(model, mesh)), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )
+        variables = jax.tree.leaves(self.decoder, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        for variable, spec in zip(variables, specs, strict=True):
+            variable.set_metadata(out_sharding=(*spec, *[None] * (variable.ndim - len(spec))))
+        self.mesh, self.precision, self.strategy = mesh.abstract_mesh, config.precision, config.mesh.context_attention
+
+    def __call__(
+        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"] | None = None, segment_ids_BS: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B S V"]:
+        """Logits in float32. Positions count from 0 in each row, and each row is one document, if they are not given."""
+        positions, segments = default_inputs(tokens_BS)
+        inputs = tokens_BS, positions if positions_BS is None else positions_BS, segments if segment_ids_BS is None else segment_ids_BS
+        return _logits(self.decoder, self.mesh, self.precision, self.strategy, *inputs)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))  # also of a call outside of `jax.jit`: parts of the forward pass are maps over some mesh axes
+def _logits(decoder: Decoder, mesh: AbstractMesh, precision: PrecisionConfig, strategy: ContextAttention, *inputs: Array) -> Array:
+    with jax.sharding.use_abstract_mesh(mesh):
+        return sequence_logits(decoder, precision, strategy, *inputs)

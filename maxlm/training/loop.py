@@ -343,7 +343,7 @@ def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: 
         sums = evaluated_sums(program, state, batches())
     except _GivenUpError:
         return None
-    return float(sums.added["loss"] / max(sums.denominator, 1.0))
+    return float(sums.added["loss"]) / max(float(sums.denominator), 1.0)
 
 
 def evaluated_sums(program: Program, state: TrainState, batches: Iterable[Any]) -> Sums:
@@ -355,8 +355,9 @@ def evaluated_sums(program: Program, state: TrainState, batches: Iterable[Any]) 
                 jax.block_until_ready(sums[n - IN_FLIGHT])
             sums.append(program.evaluate(state.params, state.model_state, batch))
     whole = jax.device_get(sums)
-    added = {name: sum(np.float64(part.added[name]) for part in whole) for name in (whole[0].added if whole else {})}
-    return Sums(sum(np.float64(part.denominator) for part in whole), added, {})
+    double = jax.tree.map(np.float64, [part._replace(largest={}, routing=None) for part in whole])
+    added: Sums = jax.tree.map(lambda *parts: sum(parts), *double)
+    return added
 
 
 class _GivenUpError(Exception):
