@@ -18,7 +18,7 @@ from maxlm.data import manifest
 from maxlm.data.given import PackedTexts, to_batch
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer as read_tokenizer, open_tokenizer
-from maxlm.objectives import CONTENT, build_objective, kind_of
+from maxlm.objectives import build_objective
 from maxlm.run.open_data import open_data_on_all_hosts
 from maxlm.telemetry.phases import Phases
 
@@ -112,7 +112,7 @@ def pack_texts(texts: Iterable[str | Mapping[str, Any]], tokenizer: Tokenizer, c
     shape = config.train.global_batch, config.data.seq_len
     make_batch = windows_reader(config, tokenizer.end_of_document_id)
     if make_batch is None:
-        raise UserError(f"objective.kind = {kind_of(config)} is trained on more than texts: give batches, or a store of conversations.")
+        raise UserError("the objective is trained on more than texts: give batches, or a store of conversations.")
     return PackedTexts(texts, tokenizer, shape, make_batch, field)
 
 
@@ -120,7 +120,7 @@ def windows_reader(config: Config, end_of_document: int = -1) -> Callable[[np.nd
     """Function from windows of ids [B, S + 1] to a batch of the objective; None if ids alone are not enough. `end_of_document`: its id; -1:
     each row is one document.
     """
-    if CONTENT[kind_of(config)] != "text":
+    if config.objective_facts.content != "text":
         return None
     objective = build_objective(config)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import settings
+from api_cases import settings
 from flax import nnx
 
 import maxlm
