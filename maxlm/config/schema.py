@@ -33,6 +33,7 @@ from maxlm.config.sections.precision import PrecisionConfig
 from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.config.sections.run import RunConfig
 from maxlm.config.sections.samples import SamplesConfig
+from maxlm.config.sections.trackio import TrackioConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.config.sections.wandb import WandbConfig
 from maxlm.config.sections.watchdog import WatchdogConfig
@@ -84,6 +85,8 @@ class Config(Section):
     """Limits after which a run without progress counts as hung; null: with their defaults."""
     wandb: WandbConfig | None = None
     """Figures to Weights & Biases; null: none are sent."""
+    trackio: TrackioConfig | None = None
+    """Figures to trackio; null: none are sent."""
     prometheus: PrometheusConfig | None = None
     """Figures, events and the ledger of the run for Prometheus; null: none are served."""
     evaluation: EvaluationConfig | None = None
