@@ -14,6 +14,7 @@ import typer
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
 from maxlm.command_line import run_app
+from maxlm.telemetry.runs import command as runs_command
 
 if TYPE_CHECKING:
     from maxlm.hardware.prices import Term
@@ -527,6 +528,10 @@ def report(
     from maxlm.telemetry.report import check_place, default_place, write_report
 
     typer.echo(printable(str(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))))
+
+
+app.command(name="runs")(runs_command.runs)
+app.command(name="query")(runs_command.query)
 
 
 @app.command()

@@ -156,6 +156,12 @@ def load_saved(folder: Path) -> Config:
         return load(str(file), any_mesh=True).config
 
 
+def writer_of(text: str) -> str | None:
+    """Version of maxlm that wrote the saved config with this text; None if it does not say."""
+    first = text.partition("\n")[0]
+    return first.removeprefix(_WRITTEN_BY).strip()[:40] if first.startswith(_WRITTEN_BY) else None
+
+
 @contextlib.contextmanager
 def _naming_writer(file: Path) -> Iterator[None]:
     """Add to an error in the saved config `file` which version of maxlm wrote it, if another, and what to do."""
@@ -163,13 +169,13 @@ def _naming_writer(file: Path) -> Iterator[None]:
         yield
     except UserError as error:
         try:
-            first = read_file(file).decode().partition("\n")[0]
+            text = read_file(file).decode()
         except UnicodeDecodeError:
             run = f"run.dir={file.parent.parent} run.name={file.parent.name}"
             raise UserError(f"{error} It is damaged: train with the config that was given first, and {run}.") from None
         except OSError:
             raise error from None
-        version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
+        version = writer_of(text)
         if version == maxlm.__version__:
             if not isinstance(error, UnknownSettingError):
                 raise

@@ -28,7 +28,7 @@ from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
-MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
+MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/lab/truth_gpu.md)
 MATMULS: Mapping[str, MatmulFormat] = {"bf16": "bf16", "int8": "int8", "fp8": "e4m3"}  # formats of `Plan.formats`
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
