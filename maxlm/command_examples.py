@@ -28,6 +28,8 @@ EXAMPLES = {
     "eval": ("maxlm eval runs/quickstart --tasks brackets,counting",),
     "average": ("maxlm average runs/quickstart --out averaged/ --last 3",),
     "report": ("maxlm report runs/quickstart", "maxlm report runs/a runs/b --out both.html", "maxlm report runs/quickstart --live"),
+    "runs": ("maxlm runs --sort loss", "maxlm runs --where 'loss<3' --columns +optimizer.peak_lr"),
+    "query": ('maxlm query "select * from runs limit 5"',),
     "profile": ("maxlm profile runs/quickstart --steps 5",),
     "launch": ("maxlm launch -- train runs/quickstart",),
     "bench-comm": ("maxlm bench-comm mesh.data=2 --devices 2", "maxlm bench-comm runs/llama3-8b-v5p-128 --during-training"),

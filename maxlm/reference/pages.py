@@ -93,7 +93,7 @@ def _commands() -> Iterator[str]:
             command = command.commands[word]
         text = " ".join(inspect.cleandoc((info.callback.__doc__ if info.callback else "") or "").split())
         yield f"\n## maxlm {path}\n\n{_cell(text)}\n"
-        yield "\n```sh\n" + "".join(f"{example}\n" for example in EXAMPLES[path]) + "```\n"
+        yield "\n```sh\n" + "".join(f"{example}\n" for example in EXAMPLES.get(path, ())) + "```\n"
         yield from _parameters(command.params)
 
 
