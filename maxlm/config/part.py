@@ -57,6 +57,11 @@ class NoFacts(NamedTuple):
     """A kind of part without properties that other files read."""
 
 
+def listed(value: Any) -> Iterable[str]:
+    """Names of the parts in a setting that is a list of names."""
+    return tuple(value)
+
+
 def one(value: Any) -> Iterable[str]:
     """Name of the part that is a setting's value."""
     return (value,)
@@ -109,6 +114,7 @@ KINDS: Mapping[str, Kind] = {
         "optimizer",
         ScheduleFacts,
     ),
+    "metric": Kind("a metric", "a class derived from maxlm.objectives.BatchMetric", "train.metrics", "train", names=listed),
     "mixer": Kind("a sequence mixer", "a class as maxlm.models.mixers describes", "model.layer_pattern", "model", names=mixers),
     "memory": Kind("a memory", "a class as maxlm.models.memories describes", "model.layer_pattern", "model", names=memories),
     "feed_forward": Kind("a feed-forward part", "a class as maxlm.models.feed_forward describes", "model.feed_forward", "model"),

@@ -4,6 +4,7 @@ from maxlm.config.capability import load
 from maxlm.config.choices import part
 from maxlm.config.schema import Config
 from maxlm.config.table import blamed, part_object
+from maxlm.objectives.batch_metric import BatchMetric, ModelOutput
 from maxlm.objectives.further_tokens import FurtherTokens
 from maxlm.objectives.objective import ArraySpec, NextToken, Objective, Sums
 from maxlm.objectives.preferences import LogProbabilities, Preferences, with_reference
@@ -21,8 +22,10 @@ def build_objective(config: Config) -> Objective:
 
 __all__ = [
     "ArraySpec",
+    "BatchMetric",
     "FurtherTokens",
     "LogProbabilities",
+    "ModelOutput",
     "NextToken",
     "Objective",
     "Preferences",

@@ -105,6 +105,10 @@ class LogProbabilities(Preferences):
         ).nll_BS
         return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch), "pairs": _pairs(batch)})
 
+    def end(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """As `head`: no metrics of the reference are reported."""
+        return self.head(model, output, batch, summed)
+
 
 def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B G"]:
     """log p - log r of the response of every segment, 0 where there is none. Segments may be in any order along the sequence."""

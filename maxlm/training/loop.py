@@ -27,6 +27,7 @@ from maxlm.config.table import averages
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.objectives import Sums
+from maxlm.objectives.batch_metric import whole_values
 from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
@@ -318,19 +319,22 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, session.program.evaluated(weights), held_out, _giving_up(session.gives_up, session, saving))
+            found = evaluate(session.program, session.program.evaluated(weights), held_out, _giving_up(session.gives_up, session, saving))
             _report_problems(session, held_out, step)
-            if loss is None:
+            if found is None:
                 _not_evaluated(session, step)
                 return None
-            losses[kind + name] = loss
+            losses[kind + name] = found.pop("loss")
+            losses |= {f"{kind.replace('eval_loss', 'eval')}/{key}{name}": value for key, value in found.items()}
     session.observers.on_event(Event("eval", step, data={**losses, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return losses["eval_loss"]
 
 
-def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False) -> float | None:
-    """Mean loss over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
+def evaluate(
+    program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Mean `loss` and the figures of `train.metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
     batches = min(program.config.train.eval_batches, held_out.n_batches)
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
@@ -340,8 +344,8 @@ def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: 
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
             sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
-    whole = jax.device_get(sums)
-    return sum(float(part.added["loss"]) for part in whole) / max(sum(float(part.denominator) for part in whole), 1.0)
+    loss = next(metric for metric in program.objective.metrics if metric.name == "loss")
+    return whole_values([loss, *program.objective.measured.metrics], jax.device_get(sums))
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

@@ -72,7 +72,7 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:
         batch, denominator = microbatch
         output = DecoderOutput(x_BSD, jnp.float32(0), None)
-        total, sums = objective.head(model(ends, end_state), output, batch, summed)
+        total, sums = objective.end(model(ends, end_state), output, batch, summed)
         return total / denominator, sums
 
     return StageFunctions(embed, inputs, layers, loss, Sums.empty, Sums.plus)
