@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,7 +19,7 @@ from maxlm.config.choices import part
 from maxlm.config.schema import Config
 from maxlm.config.table import blamed, build_part
 from maxlm.kernels import TokenScores
-from maxlm.models.decoder import unembedding_scores
+from maxlm.models.decoder import Decoder, DecoderOutput, unembedding_scores
 from maxlm.telemetry.observer import StepRecord
 
 FIELD = "train.metrics"
@@ -77,7 +78,8 @@ class BatchMetrics:
                 if not all(isinstance(metric, Metric) for metric in made.metrics):
                     raise TypeError("`metrics` must be a tuple of maxlm.base.metric.Metric")
         self.metrics: tuple[Metric, ...] = tuple(metric for _, made in self._parts for metric in made.metrics)
-        names = Counter([*(name for metric in (*others, *self.metrics) for name in (metric.name, metric.per) if name), *TAKEN])
+        self.declared = (*others, *self.metrics)
+        names = Counter([*(name for metric in self.declared for name in (metric.name, metric.per) if name), *TAKEN])
         for one, made in self._parts:
             if twice := [metric.name for metric in made.metrics if names[metric.name] > 1]:
                 rule = f"{one.name} reports {twice[0]}, which is a figure of this run already"
@@ -97,6 +99,18 @@ class BatchMetrics:
             added |= {name: value for name, value in found.items() if name not in maxima}
             largest |= {name: value for name, value in found.items() if name in maxima}
         return added, largest
+
+
+def head_with_metrics(
+    objective: Any, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]
+) -> tuple[Float[Array, ""], Any]:
+    """`Objective.head`, with the figures of `train.metrics` among its `Sums`."""
+    total, sums = objective.head(model, output, batch, summed)
+    if not objective.measured.metrics:
+        return total, sums
+    hidden_BSD, table_VD = jax.lax.stop_gradient((model.final_norm(output.x_BSD), model.unembedding_VD))
+    added, largest = objective.measured.values(ModelOutput(hidden_BSD, table_VD, objective.config), batch)
+    return total, sums._replace(added={**sums.added, **added}, largest={**sums.largest, **largest})
 
 
 def whole_values(metrics: Iterable[Metric], parts: Iterable[Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, DecoderOutput, Parameters, Routing, bind, cast_matrices
 from maxlm.models.decoder import unembedding_loss
 from maxlm.models.layers import Scan
-from maxlm.objectives.batch_metric import BatchMetrics, ModelOutput
+from maxlm.objectives.batch_metric import BatchMetrics, head_with_metrics
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 
@@ -80,11 +80,6 @@ class Objective(ABC):
         self.config = config
         self.measured = BatchMetrics(config, self.metrics)
 
-    @property
-    def declared(self) -> tuple[Metric, ...]:
-        """Metrics of the objective, and those that `train.metrics` names."""
-        return (*self.metrics, *self.measured.metrics)
-
     @abstractmethod
     def batch_spec(self) -> Any:
         """A batch with an `ArraySpec` for every array."""
@@ -126,17 +121,8 @@ class Objective(ABC):
         with jax.default_matmul_precision(config.precision.float32_matmul):
             x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
             output = model.run(x_BSD, self.context(model, batch, summed, scan))
-            total, sums = self.end(model, output, batch, summed)
+            total, sums = head_with_metrics(self, model, output, batch, summed)
         return total + output.aux_loss, sums
-
-    def end(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
-        """As `head`, with the figures of `train.metrics`."""
-        total, sums = self.head(model, output, batch, summed)
-        if not self.measured.metrics:
-            return total, sums
-        hidden_BSD, table_VD = jax.lax.stop_gradient((model.final_norm(output.x_BSD), model.unembedding_VD))
-        added, largest = self.measured.values(ModelOutput(hidden_BSD, table_VD, self.config), batch)
-        return total, sums._replace(added={**sums.added, **added}, largest={**sums.largest, **largest})
 
     @property
     def untrained_loss(self) -> float:

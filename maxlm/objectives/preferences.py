@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxlm.base.metric import Metric
+from maxlm.config.schema import Config
 from maxlm.config.sections.objective import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.decoder import unembedding_loss, unembedding_scores
@@ -97,6 +98,9 @@ class Preferences(PackedRows):
 class LogProbabilities(Preferences):
     """The figures, to be computed of the reference: the log-probability of every segment's response, [B, G]; pairs in every row, [B]."""
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.model_copy(update={"train": config.train.model_copy(update={"metrics": ()})}))
+
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         """(0: nothing is differentiated, log-probabilities and pairs)."""
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
@@ -104,10 +108,6 @@ class LogProbabilities(Preferences):
             self.config.precision, model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options
         ).nll_BS
         return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch), "pairs": _pairs(batch)})
-
-    def end(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
-        """As `head`: no metrics of the reference are reported."""
-        return self.head(model, output, batch, summed)
 
 
 def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B G"]:

@@ -81,7 +81,7 @@ def test_metrics_change_no_gradient_and_are_evaluated():
     jax.tree.map(np.testing.assert_array_equal, gradient, expected)
     held_out = SimpleNamespace(n_batches=2, device_batch=lambda n, sharding: jax.device_put(tiny_batch(), sharding))
     found = evaluate(program, state, held_out)
-    values = jax.device_get(sums.values(program.objective.declared))
+    values = jax.device_get(sums.values(program.objective.measured.declared))
     assert set(found) == {"loss", "token_accuracy", "surprising", "most_surprising"}
     for name, value in found.items():
         assert value == pytest.approx(float(values[name]), rel=1e-5)
