@@ -1,10 +1,10 @@
 """Metrics of a batch: figures of every update and of held-out text, computed from the model's output and without a gradient.
 
-A metric is a class here or in another package, and a `Part` of the kind "metric"; `train.metrics` names the metrics of a run.
+A metric is a class here or in another package, and a `Part` of the kind "metric"; the section `metrics` has those of a run.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,14 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.base.errors import ConfigError, UserError
 from maxlm.base.metric import Metric, records
-from maxlm.config.choices import part
+from maxlm.config.choices import blamed
+from maxlm.config.part import Part
 from maxlm.config.schema import Config
-from maxlm.config.table import blamed, build_part
 from maxlm.kernels import TokenScores
 from maxlm.models.decoder import Decoder, DecoderOutput, unembedding_scores
 from maxlm.telemetry.observer import StepRecord
 
-FIELD = "train.metrics"
 TAKEN = {*(item.name for item in fields(StepRecord)), "skipped", "batch_digest"}  # figures of every record
 
 
@@ -65,52 +64,54 @@ class TokenAccuracy(BatchMetric):
         return {"token_accuracy": jnp.sum(batch.weights_BS * right_BS), "tokens_predicted": jnp.sum(batch.weights_BS)}
 
 
-class BatchMetrics:
-    """The metrics that `train.metrics` names."""
+def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> type[Any]:
+    """The class of an objective with the figures of `chosen`, parts with what they have made.
 
-    def __init__(self, config: Config, others: Iterable[Metric]) -> None:
-        """`others`: metrics that the run has besides. Raises UserError: two metrics have one name, or one of them cannot be made."""
-        self._parts = [(part("metric", name), build_part(config, "metric", name)) for name in config.train.metrics]
-        for one, made in self._parts:
-            if not isinstance(made, BatchMetric):
-                raise UserError(f"{one.key}: {one.place} is no metric of a batch: derive it from maxlm.objectives.BatchMetric.")
-            with blamed(one, "metrics"):
-                if not all(isinstance(metric, Metric) for metric in made.metrics):
-                    raise TypeError("`metrics` must be a tuple of maxlm.base.metric.Metric")
-        self.metrics: tuple[Metric, ...] = tuple(metric for _, made in self._parts for metric in made.metrics)
-        self.declared = (*others, *self.metrics)
-        names = Counter([*(name for metric in self.declared for name in (metric.name, metric.per) if name), *TAKEN])
-        for one, made in self._parts:
-            if twice := [metric.name for metric in made.metrics if names[metric.name] > 1]:
-                rule = f"{one.name} reports {twice[0]}, which is a figure of this run already"
-                raise ConfigError(FIELD, list(config.train.metrics), rule, f"remove {one.name}")
+    Raises UserError: one of them is no metric, or two figures have one name.
+    """
+    for one, made in chosen:
+        if not isinstance(made, BatchMetric):
+            raise UserError(f"{one.key}: {one.place} is no metric of a batch: derive it from maxlm.objectives.BatchMetric.")
+        with blamed(one, "metrics"):
+            if not all(isinstance(metric, Metric) for metric in made.metrics):
+                raise TypeError("`metrics` must be a tuple of maxlm.base.metric.Metric")
+    declared = [*objective.metrics, *(metric for _, made in chosen for metric in made.metrics)]
+    names = Counter([*TAKEN.difference(metric.name for metric in objective.metrics), *(n for m in declared for n in (m.name, m.per) if n)])
+    for one, made in chosen:
+        if twice := [metric.name for metric in made.metrics if names[metric.name] > 1]:
+            raise ConfigError(one.key, "set", f"it reports {twice[0]}, which is a figure of this run already", "remove it")
 
-    def values(self, output: ModelOutput, batch: Any) -> tuple[dict[str, Array], dict[str, Array]]:
-        """(sums, maxima) of a batch, by name. Raises UserError: a metric fails, or reports a figure that it does not declare."""
-        added, largest = dict[str, Array](), dict[str, Array]()
-        for one, made in self._parts:
-            with blamed(one, "values"):
-                found = dict(made.values(output, batch))
-            maxima = {metric.name for metric in made.metrics if metric.reduce == "max"}
-            declared = {name for metric in made.metrics for name in (metric.name, metric.per)}
-            if wrong := [name for name in (*found, *(metric.name for metric in made.metrics)) if name not in declared or name not in found]:
-                rule = "which it does not declare" if wrong[0] in found else "but gives no value of it"
-                raise UserError(f"{one.key}: values() reports {wrong[0]!r}, {rule}; mend {one.place}.")
-            added |= {name: value for name, value in found.items() if name not in maxima}
-            largest |= {name: value for name, value in found.items() if name in maxima}
-        return added, largest
+    class Measured(objective):  # type: ignore[misc]
+        """The objective, with figures in addition."""
+
+        metrics = tuple(declared)
+        held_out = (*objective.held_out, *(metric.name for _, made in chosen for metric in made.metrics))
+
+        def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Any]:
+            """As the objective's own, with the figures."""
+            total, sums = super().head(model, output, batch, summed)
+            hidden_BSD, table_VD = jax.lax.stop_gradient((model.final_norm(output.x_BSD), model.unembedding_VD))
+            found = dict[str, Array]()
+            for one, made in chosen:
+                found |= _values(one, made, ModelOutput(hidden_BSD, table_VD, self.config), batch)
+            maxima = {metric.name for metric in self.metrics if metric.reduce == "max"}
+            added = {name: value for name, value in found.items() if name not in maxima}
+            largest = {name: value for name, value in found.items() if name in maxima}
+            return total, sums._replace(added={**sums.added, **added}, largest={**sums.largest, **largest})
+
+    return Measured
 
 
-def head_with_metrics(
-    objective: Any, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]
-) -> tuple[Float[Array, ""], Any]:
-    """`Objective.head`, with the figures of `train.metrics` among its `Sums`."""
-    total, sums = objective.head(model, output, batch, summed)
-    if not objective.measured.metrics:
-        return total, sums
-    hidden_BSD, table_VD = jax.lax.stop_gradient((model.final_norm(output.x_BSD), model.unembedding_VD))
-    added, largest = objective.measured.values(ModelOutput(hidden_BSD, table_VD, objective.config), batch)
-    return total, sums._replace(added={**sums.added, **added}, largest={**sums.largest, **largest})
+def _values(one: Part, made: BatchMetric, output: ModelOutput, batch: Any) -> dict[str, Array]:
+    """Figures of one metric. Raises UserError: it fails, or its figures are not those that it declares."""
+    with blamed(one, "values"):
+        found = dict(made.values(output, batch))
+    declared = {name for metric in made.metrics for name in (metric.name, metric.per) if name}
+    for name in (*found, *declared):
+        if name not in declared or name not in found:
+            rule = "which it does not declare" if name in found else "of which it gives no value"
+            raise UserError(f"{one.key}: values() reports {name!r}, {rule}; mend {one.place}.")
+    return found
 
 
 def whole_values(metrics: Iterable[Metric], parts: Iterable[Any]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, DecoderOutput, Parameters, Routing, bind, cast_matrices
 from maxlm.models.decoder import unembedding_loss
 from maxlm.models.layers import Scan
-from maxlm.objectives.batch_metric import BatchMetrics, head_with_metrics
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 
@@ -75,10 +74,10 @@ class Objective(ABC):
     """
 
     metrics: ClassVar[tuple[Metric, ...]]  # one is named "loss"
+    held_out: ClassVar[tuple[str, ...]] = ("loss",)  # names of the metrics that are evaluated on held-out documents
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.measured = BatchMetrics(config, self.metrics)
 
     @abstractmethod
     def batch_spec(self) -> Any:
@@ -121,7 +120,7 @@ class Objective(ABC):
         with jax.default_matmul_precision(config.precision.float32_matmul):
             x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
             output = model.run(x_BSD, self.context(model, batch, summed, scan))
-            total, sums = head_with_metrics(self, model, output, batch, summed)
+            total, sums = self.head(model, output, batch, summed)
         return total + output.aux_loss, sums
 
     @property

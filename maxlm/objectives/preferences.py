@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxlm.base.metric import Metric
-from maxlm.config.schema import Config
 from maxlm.config.sections.objective import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.decoder import unembedding_loss, unembedding_scores
@@ -97,9 +96,6 @@ class Preferences(PackedRows):
 
 class LogProbabilities(Preferences):
     """The figures, to be computed of the reference: the log-probability of every segment's response, [B, G]; pairs in every row, [B]."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.model_copy(update={"train": config.train.model_copy(update={"metrics": ()})}))
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         """(0: nothing is differentiated, log-probabilities and pairs)."""

@@ -83,7 +83,7 @@ class Event:
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`;
-              of `train.metrics` in the same way `eval/METRIC`, `eval/METRIC/NAME`, `eval_ema/METRIC`
+              of the section `metrics` in the same way `eval/METRIC`, `eval/METRIC/NAME`, `eval_ema/METRIC`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
               (their numbers), `seconds`, `passed_over` as above

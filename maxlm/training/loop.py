@@ -334,7 +334,7 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
 def evaluate(
     program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Mean `loss` and the figures of `train.metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
+    """Mean `loss` and the figures of the section `metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
     batches = min(program.config.train.eval_batches, held_out.n_batches)
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
@@ -344,8 +344,8 @@ def evaluate(
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
             sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
-    loss = next(metric for metric in program.objective.metrics if metric.name == "loss")
-    return whole_values([loss, *program.objective.measured.metrics], jax.device_get(sums))
+    objective = program.objective
+    return whole_values([metric for metric in objective.metrics if metric.name in objective.held_out], jax.device_get(sums))
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

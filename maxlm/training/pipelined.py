@@ -13,7 +13,6 @@ from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
 from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_padding, scatter_to_stages
 from maxlm.objectives import Objective, Sums
-from maxlm.objectives.batch_metric import head_with_metrics
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
 from maxlm.training.step import split
@@ -73,7 +72,7 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:
         batch, denominator = microbatch
         output = DecoderOutput(x_BSD, jnp.float32(0), None)
-        total, sums = head_with_metrics(objective, model(ends, end_state), output, batch, summed)
+        total, sums = objective.head(model(ends, end_state), output, batch, summed)
         return total / denominator, sums
 
     return StageFunctions(embed, inputs, layers, loss, Sums.empty, Sums.plus)

@@ -45,7 +45,7 @@ class Program:
         """Declarations of the figures of an update that not every record holds."""
         readers: list[Reader] = build(self.config, "readers", levels={})
         parts = (*(one.recorded for one in (*self.update.transforms, *self.probes)), *(one.metrics for one in readers))
-        return (*self.objective.measured.declared, *chain(*parts))
+        return (*self.objective.metrics, *chain(*parts))
 
     @cached_property
     def gradients(self) -> GradFn:

@@ -102,7 +102,7 @@ class Update:
         """`rate`: updates before -> learning rate, for the record; the optimizer has it already."""
         self.objective, self.optimizer, self.rate, self.gradients = objective, optimizer, rate, gradients
         self.transforms = tuple(transforms)
-        self.metrics = (*objective.measured.declared, *(metric for one in self.transforms for metric in one.metrics))
+        self.metrics = (*objective.metrics, *(metric for one in self.transforms for metric in one.metrics))
 
     def init(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state, from float32 parameters."""

@@ -1,4 +1,4 @@
-"""Metrics that `train.metrics` names, of maxlm and of another package: in the step, on any layout, and of held-out text."""
+"""Metrics of the section `metrics`, of maxlm and of another package: in the step, on any layout, and of held-out text."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from extensions.kinds import METRIC
+from extensions.kinds import METRIC, SurpriseConfig
 from tiny import first_state, gradients_of, tiny_batch, tiny_config, tiny_program
 
 import maxlm
@@ -22,7 +22,7 @@ from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.observer import Event
 from maxlm.training.loop import evaluate
 
-TRAIN = {"metrics": ["token_accuracy", "surprise"], "surprise": {"above": 4.85}}
+METRICS = {"token_accuracy": {}, "surprise": {"above": 4.85}}
 LAYOUTS = {
     "whole": ({}, {}),
     "reduced once": ({"data": 2}, {"microbatches": 2}),
@@ -44,8 +44,7 @@ def registry(monkeypatch):
 @functools.cache
 def figures_of(layout):
     mesh, train = LAYOUTS[layout]
-    train = {**TRAIN, **train}
-    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, train=train)
+    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, train=train, metrics=METRICS)
     state = first_state(program)
     with jax.set_mesh(program.mesh):
         batch = jax.device_put(tiny_batch(), program.batch_sharding)
@@ -81,8 +80,8 @@ def test_metrics_change_no_gradient_and_are_evaluated():
     jax.tree.map(np.testing.assert_array_equal, gradient, expected)
     held_out = SimpleNamespace(n_batches=2, device_batch=lambda n, sharding: jax.device_put(tiny_batch(), sharding))
     found = evaluate(program, state, held_out)
-    values = jax.device_get(sums.values(program.objective.measured.declared))
-    assert set(found) == {"loss", "token_accuracy", "surprising", "most_surprising"}
+    values = jax.device_get(sums.values(program.objective.metrics))
+    assert set(found) == {"loss", "token_accuracy", "surprising", "most_surprising"} < set(values)
     for name, value in found.items():
         assert value == pytest.approx(float(values[name]), rel=1e-5)
     data = {"eval_loss": 2.0, "eval/token_accuracy": 0.5, "eval_ema/token_accuracy": 0.25, "seconds": 1}
@@ -114,17 +113,17 @@ class Other:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Undeclared", r"train.mine: values\(\) reports 'yours', which it does not declare; mend .*:Undeclared"),
-        ("Fails", r"train.mine: values failed: KeyError: 'oops' \(line \d+ of .*test_batch_metrics.py\)"),
-        ("Twice", r"train.metrics = \[mine\]: mine reports lr, which is a figure of this run already; remove mine"),
-        ("Other", r"train.mine: .*:Other is no metric of a batch: derive it from maxlm.objectives.BatchMetric"),
-        ("Nope", r"train.mine: place .*:Nope failed: AttributeError"),
+        ("Undeclared", r"metrics.mine: values\(\) reports 'yours', which it does not declare; mend .*:Undeclared"),
+        ("Fails", r"metrics.mine: values failed: KeyError: 'oops' \(line \d+ of .*test_batch_metrics.py\)"),
+        ("Twice", "metrics.mine = set: it reports lr, which is a figure of this run already; remove it"),
+        ("Other", r"metrics.mine: .*:Other is no metric of a batch: derive it from maxlm.objectives.BatchMetric"),
+        ("Nope", r"metrics.mine: place .*:Nope failed: AttributeError"),
     ],
 )
 def test_a_metric_that_fails_is_named_in_one_line(name, said):
-    maxlm.register(Part(kind="metric", name="mine", place=f"{__name__}:{name}"))
+    maxlm.register(Part(kind="metric", name="mine", place=f"{__name__}:{name}", section=SurpriseConfig))
     with pytest.raises(UserError, match=said) as caught:
-        objective = build_objective(tiny_config(train={"metrics": ["mine"]}))
+        objective = build_objective(tiny_config(metrics={"mine": {}}))
         program = tiny_program(1)
         state = first_state(program)
         with jax.set_mesh(program.mesh):
@@ -135,10 +134,9 @@ def test_a_metric_that_fails_is_named_in_one_line(name, said):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("train.metrics=[tokn_accuracy]", r"train.metrics.* must be one of token_accuracy, surprise; the nearest is token_accuracy"),
-        ("train.metrics=[surprise, surprise]", "names a metric twice; name each once"),
-        ("train.surprise.above=3", r"train.surprise = .*does nothing, since train.metrics = \[\]; .*use train.metrics=\[surprise\]"),
-        ("train.surprise.above=-1", "train.surprise.above = -1 .*must be above 0"),
+        ("metrics.tokn_accuracy={}", "no such setting in `metrics`; the nearest is metrics.token_accuracy"),
+        ("metrics.surprise.above=-1", "metrics.surprise.above = -1 .*must be above 0"),
+        ("metrics.surprise.abov=1", "the nearest is metrics.surprise.above"),
     ],
 )
 def test_settings_of_a_metric_are_checked_as_ours(given, said):

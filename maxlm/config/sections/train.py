@@ -6,7 +6,6 @@ from typing import Annotated
 from pydantic import Field
 
 from maxlm.config.capability import Capability, Problems, Sizes, divisors_text, keeps
-from maxlm.config.choices import Choice
 from maxlm.config.fields import Count, NonNegative, Positive, Section, Seed, Tokens
 from maxlm.config.sections.batch_ramp import BatchStageConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
@@ -53,13 +52,9 @@ class TrainConfig(Section):
     """Updates between two evaluations on held-out documents; null: one evaluation at the end. Unit: updates."""
     eval_batches: Count = 8
     """Batches of each held-out set that an evaluation reads; 0: no evaluation. Unit: batches."""
-    metrics: tuple[Annotated[str, Choice("metric")], ...] = ()
-    """Metrics of a batch that every update and every evaluation on held-out documents computes, in addition to the loss."""
 
 
 def _problems(train: TrainConfig, data_seq_len: int, data_eval: HeldOutConfig | None) -> Problems:
-    if len(set(train.metrics)) < len(train.metrics):
-        yield "train.metrics", list(train.metrics), "names a metric twice", "name each once"
     if train.steps is None and train.tokens is None:
         yield "train.steps", None, "exactly one of train.steps and train.tokens must be set", "set one of them"
     if train.steps is not None and train.tokens is not None:
