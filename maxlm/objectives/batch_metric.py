@@ -81,7 +81,7 @@ def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> ty
         if twice := [metric.name for metric in made.metrics if names[metric.name] > 1]:
             raise ConfigError(one.key, "set", f"it reports {twice[0]}, which is a figure of this run already", "remove it")
 
-    class Measured(objective):  # type: ignore[misc]
+    class Measured(objective):
         """The objective, with figures in addition."""
 
         metrics = tuple(declared)

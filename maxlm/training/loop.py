@@ -334,7 +334,7 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
 def evaluate(
     program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Mean `loss` and the figures of the section `metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
+    """Mean `loss`, and the figures of `metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
     batches = min(program.config.train.eval_batches, held_out.n_batches)
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
