@@ -272,7 +272,7 @@ def config_class() -> type[Config]:
 def model_class() -> type[ModelConfig]:
     """`ModelConfig` with the sections of registered parts."""
     found: Any = config_class().model_fields["model"].annotation
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _objective(part: Part) -> type[Section]:

@@ -57,7 +57,7 @@ class Block(nnx.Module):
         return constrain(x_BSD, *BETWEEN), results["attention"], results["mlp"]
 
     def _run(self, name: str, inputs: Sequence[Any], x_BSD: Array) -> tuple[Array, Any]:
-        return getattr(self, name)(x_BSD, *inputs)  # type: ignore[no-any-return]  # of any sublayer
+        return getattr(self, name)(x_BSD, *inputs)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""
