@@ -66,7 +66,7 @@ class Config(Section):
     prediction.
     """
     metrics: MetricsConfig = MetricsConfig()
-    """Metrics of a batch, in addition to those of the objective."""
+    """Metrics of a batch, in addition to the metrics of the objective."""
     cluster: ClusterConfig | None = None
     """Machine that the run is for: planning compiles for it, and training checks that it has it; null: the devices that are found."""
     pipeline: PipelineConfig | None = None

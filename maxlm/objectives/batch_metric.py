@@ -1,11 +1,11 @@
 """Metrics of a batch: figures of every update and of held-out text, computed from the model's output and without a gradient.
 
-A metric is a class here or in another package, and a `Part` of the kind "metric"; the section `metrics` has those of a run.
+A metric is a class here or in another package, and a `Part` of the kind "metric"; the section `metrics` of a config chooses them.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -75,7 +75,7 @@ def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> ty
         with blamed(one, "metrics"):
             if not all(isinstance(metric, Metric) for metric in made.metrics):
                 raise TypeError("`metrics` must be a tuple of maxlm.base.metric.Metric")
-    declared = [*objective.metrics, *(metric for _, made in chosen for metric in made.metrics)]
+    declared = [*objective.metrics, *(replace(metric, held_out=True) for _, made in chosen for metric in made.metrics)]
     names = Counter([*TAKEN.difference(metric.name for metric in objective.metrics), *(n for m in declared for n in (m.name, m.per) if n)])
     for one, made in chosen:
         if twice := [metric.name for metric in made.metrics if names[metric.name] > 1]:
@@ -85,7 +85,6 @@ def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> ty
         """The objective, with figures in addition."""
 
         metrics = tuple(declared)
-        held_out = (*objective.held_out, *(metric.name for _, made in chosen for metric in made.metrics))
 
         def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Any]:
             """As the objective's own, with the figures."""

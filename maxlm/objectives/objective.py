@@ -74,7 +74,6 @@ class Objective(ABC):
     """
 
     metrics: ClassVar[tuple[Metric, ...]]  # one is named "loss"
-    held_out: ClassVar[tuple[str, ...]] = ("loss",)  # names of the metrics that are evaluated on held-out documents
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -344,8 +344,8 @@ def evaluate(
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
             sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
-    objective = program.objective
-    return whole_values([metric for metric in objective.metrics if metric.name in objective.held_out], jax.device_get(sums))
+    metrics = [metric for metric in program.objective.metrics if metric.held_out or metric.name == "loss"]
+    return whole_values(metrics, jax.device_get(sums))
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a batch, in addition to those of its objective."""
+"""Metrics of a batch, in addition to the metrics of its objective."""
 
 from maxlm.config.capability import Capability
 from maxlm.config.fields import Section
