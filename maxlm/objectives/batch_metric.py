@@ -113,14 +113,10 @@ def _values(one: Part, made: BatchMetric, output: ModelOutput, batch: Any) -> di
     return found
 
 
-def whole_values(metrics: Iterable[Metric], parts: Iterable[Any]) -> dict[str, float]:
-    """Figures of several batches together, by key of a record, from `Sums` on the host."""
-    parts, found = list(parts), dict[str, Any]()
-    added = {name: sum(np.asarray(part.added[name], np.float64) for part in parts) for name in (parts[0].added if parts else ())}
-    per = {"": sum(float(part.denominator) for part in parts), **added}
+def whole_values(metrics: Iterable[Metric], sums: Any) -> dict[str, float]:
+    """Figures by key of a record, from `Sums` on the host."""
+    per, found = {"": sums.denominator, **sums.added}, dict[str, Any]()
     for metric in metrics:
-        if metric.reduce == "max":
-            found[metric.name] = np.max([part.largest[metric.name] for part in parts], axis=0) if parts else np.nan
-        else:
-            found[metric.name] = added.get(metric.name, 0.0) / (np.maximum(per[metric.per], 1.0) if metric.reduce == "mean" else 1.0)
+        value = (sums.largest if metric.reduce == "max" else sums.added)[metric.name]
+        found[metric.name] = value / np.maximum(per[metric.per], 1.0) if metric.reduce == "mean" else value
     return records(found)

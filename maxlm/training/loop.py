@@ -10,12 +10,13 @@ import functools
 import itertools
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxlm.base import directory_lock
 from maxlm.base.errors import UserError
@@ -335,17 +336,36 @@ def evaluate(
     program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Mean `loss`, and the figures of `metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
-    batches = min(program.config.train.eval_batches, held_out.n_batches)
+
+    def batches() -> Iterator[Any]:
+        for n in range(min(program.config.train.eval_batches, held_out.n_batches)):
+            if gives_up():
+                raise _GivenUpError
+            yield held_out.device_batch(n, program.batch_sharding)
+
+    try:
+        sums = evaluated_sums(program, state, batches())
+    except _GivenUpError:
+        return None
+    return whole_values([metric for metric in program.objective.metrics if metric.held_out or metric.name == "loss"], sums)
+
+
+def evaluated_sums(program: Program, state: TrainState, batches: Iterable[Any]) -> Sums:
+    """Figures of all `batches`, which lie on devices, in float64 on the host; of a state that `Program.evaluated` made."""
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
-        for n in range(batches):
-            if gives_up():
-                return None
+        for n, batch in enumerate(batches):
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
-            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
-    metrics = [metric for metric in program.objective.metrics if metric.held_out or metric.name == "loss"]
-    return whole_values(metrics, jax.device_get(sums))
+            sums.append(program.evaluate(state.params, state.model_state, batch))
+    whole = jax.device_get(sums)
+    double = jax.tree.map(np.float64, [part._replace(largest={}, routing=None) for part in whole])
+    added: Sums = jax.tree.map(lambda *parts: sum(parts), *double)
+    return added._replace(largest={name: np.max([part.largest[name] for part in whole], axis=0) for name in whole[0].largest})
+
+
+class _GivenUpError(Exception):
+    """A signal asks training to stop."""
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:
