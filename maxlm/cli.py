@@ -118,14 +118,24 @@ def _split_cpu(devices: int | None) -> None:
 
 @app.command(name="config")
 def show_config(
-    config: ConfigName,
+    config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Explain a setting or a section instead, such as mesh.fsdp; CONFIG may be left out.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs, for editors; without CONFIG.")] = False,
     json_: Json = False,
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
     from maxlm.config import load, show
+    from maxlm.config.explain_setting import without_values
 
+    if (answer := without_values(config, overrides or [], diff, explain, schema=schema, as_json=json_)) is not None:
+        typer.echo(answer)
+        return
+    if config is None:
+        raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")
     loaded = load(config, overrides or [], assume=True)
     other = load(diff, assume=True) if diff is not None else None
     from maxlm.models import counts
@@ -141,7 +151,10 @@ def compile_(
     slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     machine_code: Annotated[
-        bool, typer.Option("--machine-code", help="For TPUs, make it too: minutes instead of seconds; finds kernels that the chip refuses.")
+        bool,
+        typer.Option(
+            "--machine-code", help="For TPUs, make it too, in minutes: adds XLA's own cycles, finds kernels that the chip refuses."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:

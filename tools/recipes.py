@@ -59,7 +59,7 @@ was measured on a chip.
 
 | column | |
 |---|---|
-| step, MFU | expected, with the range: the estimate corrected by published runs ([truth.md](truth.md#what-estimates-say-of-it)) |
+| step, MFU | expected, with the range: the estimate corrected by published runs ([truth.md](truth.md#correction-by-published-runs)) |
 | `+` | no run of that chip and kind is published: others correct the estimate |
 | MFU | causal attention counted half, as a share of the peak of the matmuls' format |
 | schedule, its MFU | estimate of the scheduled program alone; `maxlm compile` prints both |
@@ -214,12 +214,10 @@ def bets(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def bet(name: str, scale: Scale, parameters: int, step_s: float) -> str:
     """The sentence of one recipe."""
     low, middle, high = map(duration, scale.expected_times(step_s).values())
-    correction = scale.correction
-    inside = f"{correction.inside} of {correction.checked} published runs, each predicted from the others, lie in such a range"
     of_peak = "" if scale.peak_name == "bf16" else f" of {scale.peak_name}'s peak"
     what = f"`{name}`, {count(parameters)} on {scale.chips:,} {scale.chip.name} chips"
     mfu = f"{scale.mfu(scale.expected_s(step_s)):.0%} MFU**{of_peak}"
-    said = f"{what}: **{middle} a step, {mfu}; between {low} and {high} ({inside}); "
+    said = f"{what}: **{middle} a step, {mfu}; between {low} and {high}; "
     run = nearest(name, scale, parameters)
     if run is None:
         return f"{said}no run on {scale.chip.name} is published."

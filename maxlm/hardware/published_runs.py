@@ -132,7 +132,7 @@ class Correction:
         counted = f"{self.own or 'none'} of {kind}"
         counted += f", {self.alike or 'none'} of these in {format}" if self.own and format else ""
         counted += f", {others} others{f' on {self._other_family}' if self.borrowed else ''}" if others else ""
-        fit = f"each predicted from {'those on other chips' if self.whole_chips else 'the others'}, "
+        fit = f"each predicted from {'those on other hardware' if self.whole_chips else 'the others'}, "
         fit += f"{self.inside} of {self.checked} were within {self.error:.0%}"
         if self.borrowed:
             rule = f"{self.middle:.2f} is the factor of dense runs on {self.family} times what experts add on {self._other_family}"

@@ -135,7 +135,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     if checkpoints.memory is not None and run.trains:
         prepare_memory(checkpoints.memory, run.program, here.local_processes)
     concluded = _concluded(run)
-    if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
+    if config.objective_facts.reference and (run.trains or not concluded):
         touch = watchdog.progress.touch
         attach_reference(run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from maxlm.config import UserError
 from maxlm.config.schema import Config
 from maxlm.data import marks
-from maxlm.objectives import CONTENT, kind_of, with_reference
+from maxlm.objectives import with_reference
 from maxlm.parallel import build_mesh
 from maxlm.training import fits
 from maxlm.training.noise_scale import PART_METRICS
@@ -122,7 +122,7 @@ def batch_of(program: Program, number: int) -> Any:
     rows, width, vocab = objective.config.train.global_batch, objective.config.data.seq_len + 1, objective.config.model.vocab_size
     lengths, samples = np.full(rows, width), np.arange(rows) + number * rows
     lengths[3], lengths[2] = width // 2, 0 if number else width
-    content = CONTENT[kind_of(program.config)]
+    content = program.config.objective_facts.content
     if content == "text":
         window = rng.integers(1, vocab, (rows, width)).astype(np.int32)
         window[rng.random(window.shape) < 0.1] = END_OF_DOCUMENT

@@ -119,7 +119,7 @@ def test_the_sentence_says_which_estimates_runs_were_compared_with():
     assert "estimates of the analytic model" in said["H100", 0]
     experts = sum(run.experts for run in RUNS)
     assert f"dense runs on GPUs times what experts add on TPUs (none of experts on H100, {experts} others on TPUs)" in said["H100", 1]
-    assert "from those on other chips" in correction(chip_named("v4"), "bf16", experts=False).sentence
+    assert "from those on other hardware" in correction(chip_named("v4"), "bf16", experts=False).sentence
 
 
 @pytest.mark.parametrize(

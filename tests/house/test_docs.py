@@ -69,6 +69,21 @@ def test_links_and_anchors_exist():
     assert {name_of(page): broken for page in PAGES if (broken := broken_links(page))} == {}
 
 
+def test_pages_that_the_source_names_exist():
+    """Comments, help and messages name pages as `docs/NAME.md`."""
+    files = [
+        path for folder in ("maxlm", "kernels", "tools", "gcp", "slurm", "configs") for path in (ROOT / folder).rglob("*") if path.is_file()
+    ]
+    texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in files if path.suffix not in {".pyc", ".png"}}
+    named = {
+        (name_of(path), page)
+        for path, text in texts.items()
+        for page in re.findall(r"(?<![\w./ ])docs/[\w/-]+\.md|(?<=[ (])docs/[\w/-]+\.md", text)
+    }
+    assert len(named) > 20
+    assert {(file, page) for file, page in named if not (ROOT / page).exists() and not re.search(r"_rows\.yml$", file)} == set()
+
+
 def test_every_page_is_in_one_table_of_contents():
     listed: Counter[Path] = Counter()
     for page in DOCS.rglob("*.md"):
@@ -165,6 +180,26 @@ def test_commands_options_and_settings_that_pages_name_exist():
     for page in PAGES:
         bad = [(line, word) for line in lines_of_code(page) for word in wrong_words(words_of(line))]
         if bad and name_of(page) != "CHANGELOG.md":  # which tells of former commands
+            wrong[name_of(page)] = bad
+    assert wrong == {}
+
+
+def test_settings_that_pages_name_exist():
+    """Inline code such as `train.steps` or `mesh.zero: 1`; the first column of a table on another library has names of that library."""
+    wrong, sections = {}, config_class().model_fields
+    for page in PAGES:
+        if page.name in {"CHANGELOG.md", "clean-text.md", "corpus.md"}:  # former settings; settings of corpus files
+            continue
+        text = FENCE.sub("", text_of(page)).replace("`train.swa`", "")  # an example of a section of another package
+        if page.name.startswith("from-"):
+            text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
+        names = re.findall(r"`([a-z][a-z_0-9]*(?:\.[a-z_0-9]+)+)(?::[^`]*|=[^`]*)?`", text)
+        named = [
+            name
+            for name in names
+            if name.split(".")[0] in sections and not re.search(r"\.(py|md|json|jsonl|yml|toml|txt|html|safetensors)$", name)
+        ]
+        if bad := [name for name in named if not is_setting(name)]:
             wrong[name_of(page)] = bad
     assert wrong == {}
 
