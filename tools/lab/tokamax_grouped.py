@@ -2,10 +2,10 @@
 
     python tools/lab/tokamax_grouped.py FOLDER --python ENV/bin/python [--chip tpu7x]
 
-ENV is a virtual environment of its own with tokamax in it, such as MaxText's: `pip install 'maxtext[tpu]==0.2.5'`. tokamax installs tables
-of measured times, on each chip, of the first form of its `ragged_dot` (`pallas_tpu_ragged_dot_gmm` in programs) at the best of many
-tilings, with group sizes drawn at random. Prints the share of the bf16 peak and the rows of a boundary that fit these times best, then counts of
-the kernels in bf16 and e4m3 for the experts of Qwen3 235B, each at the tiles that tokamax chooses for the format.
+ENV is a virtual environment of its own with tokamax in it, such as MaxText's: `pip install 'maxtext[tpu]==0.2.5'`. tokamax installs
+tables of measured times, on each chip, of the first form of its `ragged_dot` (`pallas_tpu_ragged_dot_gmm` in programs) at the best of many
+tilings, with group sizes drawn at random. Prints the share of the bf16 peak and the rows of a boundary that fit these times best, then
+counts of the kernels in bf16 and e4m3 for the experts of Qwen3 235B, each at the tiles that tokamax chooses for the format.
 """
 
 import argparse
