@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from maxlm.base.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
 from maxlm.base.transient import is_transient
 from maxlm.cluster import progress_file
+from maxlm.config import extensions
 
 CTRL_C = 130  # exit code of typer after it
 
@@ -44,7 +45,7 @@ def _run(app: typer.Typer) -> int | None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
     try:
-        code: int | None = app(standalone_mode=False)
+        code: int | None = app(args=extensions.options_first(sys.argv[1:]), standalone_mode=False)
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # raised by typer
             raise ended.__context__ from None

@@ -8,7 +8,7 @@ in a file of `sections/`, with its rules; declared here are those that other cod
 from collections.abc import Mapping
 
 from maxlm.config.batch_sizes import BatchSizes, microbatches
-from maxlm.config.fields import Section
+from maxlm.config.fields import ModuleNames, Section
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.cluster import ClusterConfig
 from maxlm.config.sections.compression import CompressionConfig
@@ -64,6 +64,7 @@ class Config(Section):
     cost: CostConfig | None = None  # of this run's chips, where list prices are not what is paid
     memory_checkpoints: MemoryCheckpointsConfig | None = None  # in addition to `checkpoint`, at short intervals
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
+    extensions: ModuleNames | None = None  # modules of other packages that this config needs (docs/extensions.md)
 
     @property
     def batch_sizes(self) -> BatchSizes:

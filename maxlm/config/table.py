@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from maxlm.base.errors import UserError, quoted
-from maxlm.config import sections
+from maxlm.config import extensions, sections
 from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
@@ -42,9 +42,14 @@ def register(capability: Capability) -> None:
     try:
         _check(capability)
     except ValueError:
-        _registered.pop()
-        clear()
+        _withdraw(capability)
         raise
+    extensions.note(capability.key, lambda: _withdraw(capability))
+
+
+def _withdraw(capability: Capability) -> None:
+    _registered.remove(capability)
+    clear()
 
 
 def clear() -> None:
