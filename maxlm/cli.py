@@ -152,7 +152,10 @@ def compile_(
     slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     machine_code: Annotated[
-        bool, typer.Option("--machine-code", help="For TPUs, make it too: minutes instead of seconds; finds kernels that the chip refuses.")
+        bool,
+        typer.Option(
+            "--machine-code", help="For TPUs, make it too, in minutes: adds XLA's own cycles, finds kernels that the chip refuses."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:
@@ -179,7 +182,7 @@ def plan_(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Compile a few layouts only, in seconds to a minute for a small model.")] = False,
-    prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
+    prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given.")] = None,
     buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
     days_at_most: Annotated[

@@ -5,6 +5,7 @@
 Rows of TPUs are programs that were compiled: what the analytic model misses is no part of a correction of compiled steps.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
                     if errors
                     else "none"
                 )
-                yield f"| {found.of} | {found.own} | {found.middle:.3f} | {low:.2f} to {high:.2f} | {checked} |\n"
+                yield f"| {found.of} | {found.own} | {found.middle:.3f} | ±{found.error:.0%}: {low:.2f} to {high:.2f} | {checked} |\n"
     yield "\n| run | chip | published s | predicted without it s | error |\n|---|---|---|---|---|\n"
     for run in runs:
         error = missed[run.name]
@@ -104,6 +105,7 @@ def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:
 
 def main() -> int:
     """Write the rows and the table, and print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     runs = rows()
     for path, marks, lines in ((ROWS, ROWS_MARKS, toml(runs)), (PAGE, PAGE_MARKS, table(runs))):
         path.write_text(between(path.read_text(encoding="utf-8"), marks, lines), encoding="utf-8")

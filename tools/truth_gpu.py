@@ -6,6 +6,7 @@ No factor is fitted to what was published: shares of peak are those of maxlm/cos
 torchtitan, llm-foundry) with kernels of their own, so attention is charged as by kernels that keep scores on the chip.
 """
 
+import argparse
 import datetime
 import json
 import sys
@@ -103,6 +104,7 @@ def table(found: list[Row]) -> Iterator[str]:
 
 def main() -> int:
     """Write the page's tables, and print them."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = "\n".join(table(list(rows())))
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)

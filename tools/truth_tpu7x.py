@@ -6,6 +6,7 @@ Nothing is compiled and nothing is fitted to these estimates. The corrected seco
 `maxlm plan` states for the chip, format and kind of model; it rests on the same runs, but on their compiled programs (docs/truth.md).
 """
 
+import argparse
 import datetime
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ def _factor(entry: Mapping[str, Any]) -> float:
 
 def main() -> int:
     """Write the tables, and print them."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = "\n".join(table(list(rows(ROWS))))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -130,11 +130,11 @@ def _unpickled(accepted: tuple[list[str], list[str]], values: dict[str, Any]) ->
     return validate(values, {})
 
 
-def _check_selected(sections: Sequence[str], selected: Sequence[str]) -> None:
-    """Raise ExtensionError for a section of an extension that this process has loaded for another config, and this one does not name."""
-    for key in sections:
+def _check_selected(keys: Sequence[str], selected: Sequence[str]) -> None:
+    """Raise ExtensionError for a record of an extension that this process has loaded for another config, and this one does not name."""
+    for key in keys:
         if missing := extensions.missing_for(key, selected):
-            rule = f"the section {key} is registered by the extension {missing}, which is not in the list"
+            rule = f"{key} is registered by the extension {missing}, which is not in the list"
             raise extensions.ExtensionError(extensions.FIELD, list(selected), rule, "add it")
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from maxlm.base.errors import show
+from maxlm.config.choices import choice_in
 from maxlm.config.explain import sections_of
 from maxlm.config.table import config_class
 
@@ -95,6 +96,9 @@ def _default(info: FieldInfo) -> str:
 
 def _words(info: FieldInfo) -> str:
     """Values of a setting, in words."""
+    choice = choice_in(info)
+    if choice is not None:
+        return ", ".join(f"`{name}`" for name in choice.names)
     return "section" if sections_of(info) else _type(info.annotation)
 
 
@@ -107,6 +111,9 @@ def _type(annotation: Any) -> str:
     if origin is dict:
         return "names with values"
     if origin is Annotated:
+        choice = choice_in(annotation)
+        if choice is not None:
+            return ", ".join(f"`{name}`" for name in choice.names)
         return _type(arguments[0])
     words = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return words.get(annotation) or " or ".join(dict.fromkeys(_type(one) for one in arguments if one is not type(None))) or "value"

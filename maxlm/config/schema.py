@@ -8,7 +8,9 @@ in a file of `sections/`, with its rules; declared here are those that other cod
 from collections.abc import Mapping
 
 from maxlm.config.batch_sizes import BatchSizes, microbatches
+from maxlm.config.choices import part
 from maxlm.config.fields import ModuleNames, Section
+from maxlm.config.part import ObjectiveFacts
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.cluster import ClusterConfig
 from maxlm.config.sections.compression import CompressionConfig
@@ -65,6 +67,12 @@ class Config(Section):
     memory_checkpoints: MemoryCheckpointsConfig | None = None  # in addition to `checkpoint`, at short intervals
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
     extensions: ModuleNames | None = None  # modules of other packages that this config needs (docs/extensions.md)
+
+    @property
+    def objective_facts(self) -> ObjectiveFacts:
+        """Properties of the objective."""
+        found: ObjectiveFacts = part("objective", "next_token" if self.objective is None else self.objective.kind).facts
+        return found
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -125,9 +133,9 @@ class Config(Section):
 
     @property
     def decay_steps(self) -> int:
-        """Updates of the decay at the end of schedule `wsd`; 0 with another."""
+        """Updates of the decay at the end of a schedule that has one, such as `wsd`; 0 with another."""
         optimizer, total, sizes = self.optimizer, self.total_steps, self.batch_sizes
-        if optimizer.schedule != "wsd":
+        if not optimizer.decays_at_end:
             return 0
         if optimizer.decay_tokens is None:
             return optimizer.decay_steps or max(total // 10, 1)

@@ -17,7 +17,6 @@ from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host
 from maxlm.models.parameters import parameter_axes
 from maxlm.models.stack import STACKED, layer_groups
-from maxlm.training.optimizer import RULES
 from maxlm.training.split_masters import RESIDUAL, difference_dtype
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     settings = program.config.optimizer
     difference = difference_dtype(settings.state)
     masters = "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
-    formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
+    formats = [] if settings.state is None or not settings.facts.moments else [settings.state.moments, settings.state.second]
     optimizer = [settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])]  # formats of moments that are not float32
     return (
         *(frozen if program.config.model.lora is not None else ()),

@@ -171,8 +171,14 @@ class Chip:
 
     def peak_flops(self, format: MatmulFormat) -> float:
         """Published peak of matmuls in `format`, in FLOP/s (int8: OP/s); bf16's where none is published."""
-        published = {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}
-        return published[PEAK_NAMES[format]] or self.peak_bf16_flops
+        return self._published_peak(format) or self.peak_bf16_flops
+
+    def peak_name(self, format: MatmulFormat) -> str:
+        """Name of the peak that `peak_flops` returns: `bf16` where none is published for `format`."""
+        return PEAK_NAMES[format] if self._published_peak(format) else PEAK_NAMES["bf16"]
+
+    def _published_peak(self, format: MatmulFormat) -> float | None:
+        return {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}[PEAK_NAMES[format]]
 
     def peak_flops_per_device(self, format: MatmulFormat) -> float:
         """`peak_flops` of what jax calls a device."""

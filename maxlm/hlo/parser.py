@@ -170,7 +170,7 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: str
-    raised_vmem: bool = True  # compiled with more scoped VMEM than XLA's default (`maxlm.hardware.xla_flags`)
+    raised_vmem: bool | None = None  # compiled with more scoped VMEM than XLA's default; None: as `maxlm.hardware.xla_flags` has it
 
     @cached_property
     def has_cycles(self) -> bool:

@@ -23,6 +23,7 @@ from maxlm.cost.quantized_matmuls import quantization_of
 from maxlm.hardware.chips import COUNTED, MOST_VMEM_BYTES, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
+from maxlm.hlo.op_flops import PASSES
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
@@ -55,7 +56,6 @@ ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up 
 
 HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
 FORWARD, GRADIENT = ("forward",), ("by_transpose", "transposed_dw")  # parts of a grouped matmul
-PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 
 
 class Shares(NamedTuple):

@@ -70,7 +70,7 @@ def read_prices(name: str | None) -> PriceList:
     try:
         find(name)
     except UserError:
-        raise UserError(f"--prices {name}: there is no such file; give the path of a file of prices (docs/cost.md).") from None
+        raise UserError(f"--prices {name}: there is no such file; give the path of a file of prices (docs/how-to/cost.md).") from None
     settings = load_as(PriceFile, name)
     source = f"{settings.source}, {settings.date}"
     offers = tuple(Offer(**one.model_dump(), source=source) for one in settings.offers)

@@ -12,7 +12,7 @@ from maxlm.config.sections.data import DataConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
-from maxlm.objectives import CONTENT, build_objective, kind_of
+from maxlm.objectives import build_objective
 from maxlm.run import frozen
 from maxlm.telemetry.phases import Phases
 
@@ -39,7 +39,7 @@ def open_data(config: Config, *, held_out: bool = True) -> OpenedData:
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         make_batch=build_objective(config).make_batch,
-        content=CONTENT[kind_of(config)],
+        content=config.objective_facts.content,
     )
     data, named = create(config.data, batch_sizes=config.batch_sizes), dict[str, Pipeline]()
     if not held_out:

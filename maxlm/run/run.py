@@ -26,7 +26,7 @@ from maxlm.config.loader import saved_text
 from maxlm.config.table import blamed, build, implementations
 from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.hardware.chips import PEAK_NAMES, MatmulFormat, chip_of
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
@@ -135,7 +135,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     if checkpoints.memory is not None and run.trains:
         prepare_memory(checkpoints.memory, run.program, here.local_processes)
     concluded = _concluded(run)
-    if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
+    if config.objective_facts.reference and (run.trains or not concluded):
         touch = watchdog.progress.touch
         attach_reference(run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
@@ -325,6 +325,12 @@ def _concluded(run: OpenRun) -> bool:
     return agree.from_process_0(kinds <= found)
 
 
+def _peak_name(format: MatmulFormat) -> str:
+    """Name of the peak that the devices' MFU is a share of; unknown devices have no MFU."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    return PEAK_NAMES[format] if chip is None else chip.peak_name(format)
+
+
 def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
     config, events, here = run.config, run.directory.events, run.context.cluster
     metrics = [*run.program.metrics, *([JOULES_PER_TOKEN] if bill is not None and bill.knows_power else [])]
@@ -333,7 +339,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
+        "mfu_peak": _peak_name(mfu_format(config.precision.matmul)),
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,

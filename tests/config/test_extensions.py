@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from maxlm.base.errors import ExitCode
 from maxlm.cli import app
 from maxlm.cluster import progress_file
-from maxlm.config import UserError, extension_files, extensions, load, show, table
+from maxlm.config import UserError, choices, extension_files, extensions, load, show, table
 from maxlm.config.loader import dump, load_saved, saved_text
 from maxlm.config.reference import page
 from maxlm.diagnostics.doctor import extension_findings
@@ -41,6 +41,7 @@ def process(monkeypatch, tmp_path):
     """A process that has loaded no extension, started in an empty folder that is first on sys.path, as `python -m` has it."""
     monkeypatch.setattr(extensions, "_state", extensions._State())
     monkeypatch.setattr(table, "_registered", [])
+    monkeypatch.setattr(choices, "registered", [])
     modules = set(sys.modules)
     start = tmp_path / "start"
     start.mkdir()
@@ -273,10 +274,14 @@ def test_the_command_line_accepts_an_undeclared_module_and_a_folder(tmp_path):
 
 
 def test_a_config_does_not_use_what_another_config_has_loaded(tmp_path):
-    installed(tmp_path, {"ext.py": GOOD}, "ext")
+    part = "from maxlm.config.part import Part\nmaxlm.register(Part(kind='optimizer', name='mine', place='ext:Rule'))\n"
+    installed(tmp_path, {"ext.py": GOOD + part}, "ext")
     load_it("ext")
-    with pytest.raises(UserError, match=r"extensions = \[\]: the section mine is registered by the extension ext, .*; add it"):
+    with pytest.raises(UserError, match=r"extensions = \[\]: mine is registered by the extension ext, .*; add it"):
         load("runs/quickstart", ["mine={}"])
+    with pytest.raises(UserError, match="mine is registered by the extension ext"):
+        load("runs/quickstart", ["optimizer.name=mine"])
+    assert load_it("ext", settings=("optimizer.name=mine",)).config.optimizer.name == "mine"
 
 
 def test_an_extension_may_import_another_one(tmp_path):
@@ -327,9 +332,8 @@ def test_a_resumed_run_needs_its_extensions_and_reports_those_that_changed(tmp_p
     position = {extensions.FIELD: now}
     assert lacking_extensions(position, config.extensions) == "" and changed_extensions(position, config.extensions) == {}
     assert lacking_extensions({}, plain.extensions) == lacking_extensions({extensions.FIELD: "damaged"}, None) == ""
-    assert "written with the extension ext, which this config does not name: add extensions=[ext]" in lacking_extensions(
-        position, plain.extensions
-    )
+    lacking = "written with the extension ext, which this config does not name: add extensions=[ext]"
+    assert lacking in lacking_extensions(position, plain.extensions)
     older = {extensions.FIELD: {"ext": "1.4 (0123)"}}
     assert changed_extensions(older, config.extensions) == {"extension ext": ["1.4 (0123)", now["ext"]]}
 

@@ -56,3 +56,13 @@ def test_squares_of_four_chips_share_their_links_with_the_axis_across_them():
     """MaxText's hybrid ring on v6e: both axes have what two open dims carry."""
     found = links("mixtral-8x22b-v6e-256")
     assert {axis: (one.dims, one.wrapped) for axis, one in found.items()} == {"fsdp": (2, False), "expert": (2, False)}
+
+
+def test_rows_without_a_program_keep_their_line_and_the_reason_for_their_error(tmp_path):
+    """A page written from a folder that lacks programs differs in its date and in the rows that it says are of an earlier day."""
+    before = (truth.REPOSITORY / "docs" / "truth.md").read_text(encoding="utf-8")
+    after = truth._page(list(ROWS.values()), tmp_path)
+    new = [line for line in after.splitlines() if line and line not in before.splitlines()]
+    assert [line for line in new if not line.endswith("without")] == ["## Rows of an earlier day", new[-1]]
+    assert new[-1].startswith("By the prices of then: llama3.1-8b-v6e-8, ") and "llama3.1-8b-v6e-8 (+36%): Copies" in after
+    assert [line for line in before.splitlines() if line not in after.splitlines() and not line.endswith("without")] == []

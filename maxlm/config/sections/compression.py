@@ -79,7 +79,7 @@ def _moments(settings: CompressionConfig, health_layers: str | None, diloco: obj
         rule = "compares the gradients of layers, which are not summed before they are compressed"
         yield "health.layers", health_layers, rule, "remove it, or compression"
     frozen = settings.kind != "int8" and diloco is None
-    if frozen and optimizer.name != "adamw":
+    if frozen and not optimizer.facts.freezes:
         rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
         yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
     formats = {} if optimizer.state is None else {"moments": optimizer.state.moments, "second_moment": optimizer.state.second}

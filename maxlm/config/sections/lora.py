@@ -7,6 +7,7 @@ from pydantic import Field
 
 from maxlm.config.capability import FLOAT32, Capability, Problems, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
+from maxlm.config.part import OptimizerFacts
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
 
@@ -22,7 +23,13 @@ class LoraConfig(Section):
 
 
 def _problems(
-    lora: LoraConfig, model_adaptable: tuple[str, ...], model_moe: object, model_d_model: int, optimizer_name: str, diloco: object
+    lora: LoraConfig,
+    model_adaptable: tuple[str, ...],
+    model_moe: object,
+    model_d_model: int,
+    optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
+    diloco: object,
 ) -> Problems:
     """Settings of `model.lora`, and what does not go together with a frozen model."""
     if other := [name for name in lora.matrices or () if name not in model_adaptable]:
@@ -35,7 +42,7 @@ def _problems(
         )
     if lora.rank > model_d_model:
         yield "model.lora.rank", lora.rank, f"is above model.d_model = {model_d_model}, the rank of a whole matrix", "use 4 to 64"
-    if optimizer_name in ("muon", "soap"):
+    if optimizer_facts.gathers:
         yield "optimizer.name", optimizer_name, "is for whole matrices, and model.lora trains none", "use adamw"
     if diloco is not None:
         rule = "gives every worker a state of its own, with the frozen model of model.lora"

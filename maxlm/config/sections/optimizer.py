@@ -1,11 +1,11 @@
 """The update rule, its learning rate over time, and the settings that belong to one rule alone."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Inert, Problems, excludes
+from maxlm.config.capability import Capability, Problems
+from maxlm.config.choices import Choice, part
 from maxlm.config.fields import (
     BELOW_ONE,
     AtLeastOne,
@@ -20,7 +20,8 @@ from maxlm.config.fields import (
     Section,
     Tokens,
 )
-from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
+from maxlm.config.part import OptimizerFacts, ScheduleFacts
+from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 
 
 class AdafactorConfig(Section):
@@ -67,9 +68,9 @@ class IndependentDecayConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix", "schedule_free"] = "adamw"  # update rule (docs/optimizers.md)
+    name: Annotated[str, Choice("optimizer")] = "adamw"  # update rule (docs/explanation/optimizers.md)
     peak_lr: PositiveFloat = 3e-4  # learning rate after warm-up
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
+    schedule: Annotated[str, Choice("schedule")] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
     warmup_tokens: NoneOrMoreTokens | None = None  # or `warmup_steps`
     decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
@@ -88,6 +89,18 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
 
     @property
+    def facts(self) -> OptimizerFacts:
+        """Properties of the update rule."""
+        found: OptimizerFacts = part("optimizer", self.name).facts
+        return found
+
+    @property
+    def decays_at_end(self) -> bool:
+        """True if the schedule has a decay of its own length at the end of the run."""
+        facts: ScheduleFacts = part("schedule", self.schedule).facts
+        return facts.decays == "at_end"
+
+    @property
     def decays_independently(self) -> bool:
         """True if weight decay does not depend on learning rates."""
         return isinstance(self.weight_decay, IndependentDecayConfig)
@@ -100,8 +113,12 @@ class OptimizerConfig(Section):
 
 
 MOST_STEPS = 2**31 - 1
-NAMED = "optimizer.name = schedule_free"
-LEAST_BETA1 = 0.1  # the average is divided by it: errors of float32 grow tenfold
+
+
+def moves(field: str, decay: float) -> Problems:
+    """Problem of the decay of an average that never moves."""
+    if decay >= BELOW_ONE:
+        yield f"optimizer.{field}", decay, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
 
 
 def _problems(optimizer: OptimizerConfig) -> Problems:
@@ -110,20 +127,11 @@ def _problems(optimizer: OptimizerConfig) -> Problems:
         if steps is not None and tokens is not None:
             fix = f"write optimizer.{name}_steps=null to keep it, or optimizer.{name}_tokens=null to keep the steps"
             yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
-        if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
+        if name == "decay" and (steps or tokens) and not optimizer.decays_at_end:
             rule = f"the {optimizer.schedule} schedule has no decay of its own"
             yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use optimizer.schedule=wsd, or remove it"
-    averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
-    if optimizer.muon is not None:
-        averages["muon.momentum"] = optimizer.muon.momentum
-    if optimizer.ademamix is not None:
-        averages["ademamix.beta3"] = optimizer.ademamix.beta3
-    for field, value in averages.items():
-        if value >= BELOW_ONE:
-            yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
-    if optimizer.name == "ademamix" and optimizer.ademamix is not None and optimizer.ademamix.beta3 <= optimizer.beta1:
-        rule = f"is not above optimizer.beta1 = {optimizer.beta1:g}, so the slow average would be the faster one"
-        yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
+    yield from moves("beta1", optimizer.beta1)
+    yield from moves("beta2", optimizer.beta2)
 
 
 def _lengths(
@@ -143,59 +151,4 @@ def _lengths(
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
-def _schedule_free(optimizer: OptimizerConfig) -> Problems:
-    """Settings that contradict the average, or that would evaluate another point."""
-    if optimizer.name != "schedule_free":
-        return
-    if optimizer.schedule != "constant":
-        rule = f"decays the learning rate, and {NAMED} averages in place of a decay"
-        yield "optimizer.schedule", optimizer.schedule, rule, "use optimizer.schedule=constant, which warms up first"
-    if optimizer.beta1 < LEAST_BETA1:
-        rule = f"takes gradients so near to z that the average of {NAMED}, which is computed from them, would be their rounding"
-        yield "optimizer.beta1", optimizer.beta1, rule, "use 0.9 to 0.98"
-    state = optimizer.state
-    if state is not None and state.moments != FLOAT32:
-        fix = "remove it, and set optimizer.state.second_moment instead"
-        yield "optimizer.state.moments", state.moments, f"{NAMED} has no first moment, and its point z is float32", fix
-    if state is not None and state.masters != FLOAT32:
-        rule = f"stores weights in two parts, and the average of {NAMED} is computed from float32"
-        yield "optimizer.state.masters", state.masters, rule, "use float32"
-
-
-EXCLUDED = {
-    "ema": "averages parameters, as is done already by",
-    "diloco": "takes the mean of workers' parameters, and leaves behind the points z of",
-    "memory.offload_state": "keeps state off the device, where evaluations compute the average of",
-}
-_alone = excludes(EXCLUDED, f" {NAMED}", "remove it, or use optimizer.name=adamw", when=lambda one: one.name == "schedule_free")
-
-
-def _inert(optimizer: OptimizerConfig) -> Iterator[Inert]:
-    name = optimizer.name
-    for rule in ("muon", "soap", "ademamix", "adafactor"):
-        if name != rule:
-            yield Inert(f"optimizer.{rule}", f"optimizer.name = {name}", f"use optimizer.name={rule}")
-    if name == "lion":
-        yield Inert("optimizer.eps", "optimizer.name = lion divides by nothing", "use optimizer.name=adamw")
-    if name == "adafactor":
-        why, use = "optimizer.name = adafactor has no first moment, and a decay of its own", "use optimizer.name=adamw"
-        yield from (Inert(f"optimizer.{field}", why, use) for field in ("beta1", "beta2", "eps"))
-    if optimizer.schedule == "constant":
-        yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
-
-
-def _identity(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The rule, and what says which numbers its state has, or what they mean."""
-    found: dict[str, Any] = {"optimizer.name": optimizer.name}
-    if optimizer.name == "soap" and optimizer.soap is not None and optimizer.soap.largest != SoapConfig().largest:
-        found |= {"optimizer.soap.largest": optimizer.soap.largest}
-    return found | ({"optimizer.beta1": optimizer.beta1} if optimizer.name == "schedule_free" else {})  # the averaged point reads it
-
-
-CAPABILITY = Capability(
-    key="optimizer",
-    rules=(_problems, _lengths, _schedule_free, _alone),
-    inert=_inert,
-    identity=_identity,
-    stored=("maxlm.training.schedule_free:AveragedPoint",),
-)
+CAPABILITY = Capability(key="optimizer", rules=(_problems, _lengths), identity=lambda optimizer: {"optimizer.name": optimizer.name})

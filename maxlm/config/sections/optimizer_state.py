@@ -5,12 +5,14 @@ from typing import Literal
 
 from maxlm.config.capability import Capability, Inert, Problems, State
 from maxlm.config.fields import Section
+from maxlm.config.part import FAST, FIRST, SECOND, SLOW, OptimizerFacts
 
 MomentFormat = Literal["float32", "bfloat16", "int8"]
 
 
 FLOAT32: Literal["float32"] = "float32"
 HALVES = "halves of masters"
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}  # of a number in each format; what is factored is not counted
 
 
 class OptimizerStateConfig(Section):
@@ -26,6 +28,11 @@ class OptimizerStateConfig(Section):
     # split: bfloat16 halves that matmuls read, and the other 16 bits apart; split24: 8 bits apart, 3 bytes in all
     masters: Literal["float32", "split", "split24"] = FLOAT32
 
+    def moment_bytes(self, facts: OptimizerFacts) -> int:
+        """Bytes that moments take for a number of a hidden matrix, at least: scales and what `facts.more` names come on top."""
+        formats = {**dict.fromkeys((FIRST, FAST, SLOW), self.moments), SECOND: self.second}
+        return sum(BYTES[formats.get(moment, FLOAT32)] for moment in facts.moments)
+
     @property
     def second(self) -> str:
         """Format of the second moment."""
@@ -36,19 +43,22 @@ class OptimizerStateConfig(Section):
         return self.rounding == "stochastic" if self.rounding is not None else format != "int8"
 
 
-def _problems(state: OptimizerStateConfig, optimizer_name: str, precision_compute: str, diloco: object, model_lora: object) -> Problems:
+def _problems(
+    state: OptimizerStateConfig,
+    optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
+    precision_compute: str,
+    diloco: object,
+    model_lora: object,
+) -> Problems:
     """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
-    name, field = optimizer_name, "optimizer.state"
-    if name == "adafactor" and state.moments != "float32":
-        yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
-    if name == "adafactor" and state.second_moment is not None:
-        rule = "the second moment of optimizer.name = adafactor is always factored"
-        yield f"{field}.second_moment", state.second_moment, rule, "remove it, or use optimizer.name=adamw"
-    if name == "lion" and state.second_moment is not None:
-        yield f"{field}.second_moment", state.second_moment, "optimizer.name = lion has no second moment", "remove it"
-    elif name not in ("adamw", "adafactor") and state.second_moment == "factored":
-        which = " of matrices" if name == "muon" else " that is factored"
-        rule = f"optimizer.name = {name} has no second moment{which}"
+    field, second = "optimizer.state", state.second_moment
+    facts = optimizer_facts
+    if second is not None and SECOND not in facts.moments and not (facts.factored or facts.adam):
+        yield f"{field}.second_moment", second, f"optimizer.name = {optimizer_name} has no second moment", "remove it"
+    elif second == "factored" and not facts.factored:
+        which = "that is factored" if SECOND in facts.moments else "of matrices"
+        rule = f"optimizer.name = {optimizer_name} has no second moment {which}"
         yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8, or optimizer.name=adamw"
     if state.masters != "float32":
         if precision_compute != "bfloat16":

@@ -3,7 +3,9 @@
 from typing import Literal, NamedTuple
 
 from maxlm.config.capability import Capability, Problems
+from maxlm.config.choices import parts
 from maxlm.config.fields import Positive, Section
+from maxlm.config.part import OptimizerFacts
 
 
 class ParametrizationConfig(Section):
@@ -34,7 +36,6 @@ class Multipliers(NamedTuple):
 
 STANDARD = Multipliers()
 FIELD = "model.parametrization"
-OPTIMIZERS = ("adamw", "muon")  # rules with a known dependence of the rate on the width: see `maxlm.training.parametrized`
 
 
 def _problems(
@@ -42,6 +43,7 @@ def _problems(
     model_attention_scale: float | None,
     model_lora: object,
     optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
     compression_kind: str | None,
     diloco: object,
 ) -> Problems:
@@ -55,9 +57,10 @@ def _problems(
     if chosen.base_head_dim is not None and model_attention_scale is not None:
         rule = f"would change model.attention_scale = {model_attention_scale:g}, which is set"
         yield f"{FIELD}.base_head_dim", chosen.base_head_dim, rule, "remove one of them"
-    if optimizer_name not in OPTIMIZERS:
+    if not optimizer_facts.scales:
+        known = [part.name for part in parts("optimizer") if part.facts.scales]
         rule = f"has no known rule of {FIELD}: how its rate should depend on the width is not derived here"
-        yield "optimizer.name", optimizer_name, rule, f"use {' or '.join(OPTIMIZERS)}, or remove {FIELD}"
+        yield "optimizer.name", optimizer_name, rule, f"use {' or '.join(known)}, or remove {FIELD}"
     if compression_kind in ("sign", "top_k") and diloco is None:
         rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
         yield "compression.kind", compression_kind, rule, f"use compression.kind=int8, or remove {FIELD}"

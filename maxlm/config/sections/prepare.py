@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, Strict
 
 from maxlm.config.capability import Capability, Inert, Problems
+from maxlm.config.choices import parts
 from maxlm.config.fields import Float, Positive, ReadPath, Section, Text
+from maxlm.config.part import ObjectiveFacts
 from maxlm.hardware.topologies import either
 
 
@@ -77,16 +79,20 @@ class PrepareConfig(Section):
 STDLIB = "python-stdlib"  # the one source of data.prepare that is no file  # the one source of data.prepare that is no file
 
 
-def _objective_of_store(prepare: PrepareConfig, objective_kind: str | None) -> Problems:
+# Kinds of `data.prepare.conversations` that make a store of this content.
+READ: dict[str, tuple[str | None, ...]] = {"text": (None,), "conversations": ("prompt_response", "chat"), "preferences": ("preferences",)}
+
+
+def _objective_of_store(prepare: PrepareConfig, objective_kind: str | None, objective_facts: ObjectiveFacts) -> Problems:
     """An objective that would refuse the store once it is prepared, which may take hours."""
     kind = objective_kind or "next_token"
     name, made = "data.prepare.conversations", prepare.conversations.kind if prepare.conversations is not None else None
-    read: dict[str, tuple[str | None, ...]] = {"next_token": (None,), "sft": ("prompt_response", "chat"), "dpo": ("preferences",)}
-    if made not in read[kind]:
-        kinds = [one for one in read[kind] if one is not None]
+    read = READ[objective_facts.content]
+    if made not in read:
+        kinds = [one for one in read if one is not None]
         fix = f"set {name}.kind to {either(kinds)}" if kinds else f"remove {name}"
         store = f"data.prepare makes without {name}" if made is None else f"{name}.kind = {made} makes"
-        reader = next(one for one in read if made in read[one])
+        reader = next(one.name for one in parts("objective") if made in READ[one.facts.content])
         yield "objective.kind", kind, f"does not read the store that {store}", f"use {reader}, or {fix}"
 
 

@@ -52,7 +52,7 @@ class LanguageFilter:
     """Label each document with its language, and keep documents in chosen languages. Metadata `language`, `language_score`.
 
     A document stays if its language is covered by a tag of `keep` (`language_tags.covered`) and the probabilities of all covered languages
-    add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/corpus.md has what was
+    add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/lab/corpus.md has what was
     measured.
 
     A text without letters is of the language "und", score 0. Raises UserError if a library or a model is missing.
