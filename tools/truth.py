@@ -302,7 +302,8 @@ rows themselves. [GPUs](truth_gpu.md) have a page of their own.
 {date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52) without
 machine code ([how](explanation/compiled-steps.md)), in half a minute, or in several where XLA compiles collectives for the SparseCore.
 Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). The estimator is `maxlm.cost.step_cost`;
-where a run did not raise the limit of scoped VMEM, matmuls are charged what XLA states for such programs. These estimates are of schedules alone, with no factor fitted
+where a run did not raise the limit of scoped VMEM, matmuls are charged what XLA states for such programs.
+These estimates are of schedules alone, with no factor fitted
 to published times: **{within} of {rows} are within 15%**.
 
     python tools/truth.py FOLDER --maxtext-python ENV/bin/python
