@@ -78,7 +78,8 @@ def _say_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and stop.")] = False,
     extension: Annotated[
-        list[str] | None, typer.Option(metavar="MODULE", help="Load an extension, with any command (docs/extensions.md). Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Load an extension with any command (docs/how-to/extensions.md). Repeatable."),
     ] = None,
     extension_path: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="A folder with extensions that a config may name. Repeatable.")

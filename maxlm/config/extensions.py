@@ -2,7 +2,7 @@
 
 A name in a config only selects among modules that the person has accepted: those that an installed distribution declares under the
 entry-point group `maxlm.extensions`, and those given on the command line (`--extension`, `--extension-path`). The folder of a config, the
-current directory and `PYTHONPATH` are never searched. `docs/extensions.md` has the rule.
+current directory and `PYTHONPATH` are never searched. `docs/how-to/extensions.md` has the rule.
 """
 
 import contextlib

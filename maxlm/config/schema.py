@@ -66,7 +66,7 @@ class Config(Section):
     cost: CostConfig | None = None  # of this run's chips, where list prices are not what is paid
     memory_checkpoints: MemoryCheckpointsConfig | None = None  # in addition to `checkpoint`, at short intervals
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
-    extensions: ModuleNames | None = None  # modules of other packages that this config needs (docs/extensions.md)
+    extensions: ModuleNames | None = None  # modules of other packages that this config needs (docs/how-to/extensions.md)
 
     @property
     def objective_facts(self) -> ObjectiveFacts:
