@@ -13,7 +13,7 @@ import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
-from maxlm.command_line import run_app
+from maxlm.command_line import run_app, weights_kind
 from maxlm.config import extensions
 
 if TYPE_CHECKING:
@@ -54,18 +54,6 @@ Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the
 Weights = Annotated[str, typer.Option(metavar="KIND", help="raw, or ema: their moving average, which a run with `ema` keeps.")]
 Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Split the CPU into N devices, to try meshes on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-
-
-def _weights(kind: str, run: Path) -> str:
-    from maxlm.config.loader import RUN_CONFIG, load_saved
-    from maxlm.config.table import weights_kinds
-    from maxlm.hardware.topologies import either
-
-    if kind not in weights_kinds() and (run / RUN_CONFIG).is_file():
-        load_saved(run)  # and its extensions, of which one may register the average
-    if kind not in weights_kinds():
-        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
-    return kind
 
 
 def _say_version(wanted: bool) -> None:
@@ -130,14 +118,24 @@ def _split_cpu(devices: int | None) -> None:
 
 @app.command(name="config")
 def show_config(
-    config: ConfigName,
+    config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Explain a setting or a section instead, such as mesh.fsdp; CONFIG may be left out.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs, for editors; without CONFIG.")] = False,
     json_: Json = False,
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
     from maxlm.config import load, show
+    from maxlm.config.explain_setting import without_values
 
+    if (answer := without_values(config, overrides or [], diff, explain, schema=schema, as_json=json_)) is not None:
+        typer.echo(answer)
+        return
+    if config is None:
+        raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")
     loaded = load(config, overrides or [], assume=True)
     other = load(diff, assume=True) if diff is not None else None
     from maxlm.models import counts
@@ -389,7 +387,7 @@ def generate(
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
         found = generate_from_run(
-            run_dir, texts, sampler, step, of=_weights(weights, run_dir), overrides=mesh, dtype=dtype, chat=chat, special=special
+            run_dir, texts, sampler, step, of=weights_kind(weights, run_dir), overrides=mesh, dtype=dtype, chat=chat, special=special
         )
     for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
         if len(texts) > 1:
@@ -440,7 +438,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""
-    of = _weights(weights, run_dir)
+    of = weights_kind(weights, run_dir)
     if adapter and (dtype, shard_size, quantize) != ("float32", "5GB", None):
         raise UserError("--adapter writes one file of float32: leave --dtype, --shard-size and --quantize out.")
     from maxlm.interop.exporting import export_model
@@ -479,7 +477,7 @@ def eval_(
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks."""
-    of = _weights(weights, model)
+    of = weights_kind(weights, model)
     from maxlm.evaluation.eval_command import evaluate
     from maxlm.run.jax_setup import enable_compilation_cache, select_platform
     from maxlm.telemetry.log import RunLog
@@ -500,7 +498,7 @@ def average(
     weights: Weights = "raw",
 ) -> None:
     """Average the last checkpoints of a run into a model that can be used like any."""
-    of = _weights(weights, run_dir)
+    of = weights_kind(weights, run_dir)
     named = [part.strip() for part in steps.split(",")] if steps is not None else []
     if wrong := [part for part in named if not (part.isascii() and part.isdigit() and len(part) < 10)]:
         raise UserError(f"--steps: {wrong[0]!r} is not a step: give numbers with commas between them, such as 1000,2000.")

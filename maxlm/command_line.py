@@ -4,6 +4,7 @@ import os
 import sys
 from difflib import get_close_matches
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -91,6 +92,19 @@ def settings_named(name: str) -> list[str]:
         if name in (key, last) or words <= set(last.split("_")):
             ranked.setdefault((optional, int(name not in (key, last)), depth), []).append(key)
     return ranked[min(ranked)] if ranked else []
+
+
+def weights_kind(kind: str, run: Path) -> str:
+    """Return `kind` if the run in the folder `run` may have such weights, of which its extensions register some. Raises UserError."""
+    from maxlm.config.loader import RUN_CONFIG, load_saved
+    from maxlm.config.table import weights_kinds
+    from maxlm.hardware.topologies import either
+
+    if kind not in weights_kinds() and (run / RUN_CONFIG).is_file():
+        load_saved(run)  # and its extensions
+    if kind not in weights_kinds():
+        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
+    return kind
 
 
 def _value_of(option: str) -> str:

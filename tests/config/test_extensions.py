@@ -29,7 +29,8 @@ SECTION = """
 class Mine(Section):
     '''A section of a stranger.'''
 
-    every: Positive = 10  # updates
+    every: Positive = 10
+    '''Updates between two of something.'''
 """
 REGISTER = "maxlm.register(Capability(key='mine', section=Mine))\n"
 GOOD = IMPORTS + SECTION + REGISTER
@@ -244,7 +245,7 @@ def test_a_declared_module_is_loaded_and_its_section_is_one_of_ours(tmp_path, ca
     loaded = load_it("ext", settings=("mine.every=3",))
     assert capsys.readouterr() == ("", "hello\n"), "--json prints nothing else"
     assert loaded.config.mine.every == 3 and loaded.source("mine.every") == "command line"
-    assert "| `every` | whole number | `10` | updates |" in page()
+    assert "| `every` | whole number | `10` | Updates between two of something. |" in page()
     (one,) = extensions.of(loaded.config.extensions)
     assert (one.distribution, one.version, one.records) == ("my-ext", "1.5", ("mine",)) and len(one.digest) == 12
     text = show.as_text(lambda *_: {}, loaded)

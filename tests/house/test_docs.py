@@ -170,6 +170,26 @@ def test_commands_options_and_settings_that_pages_name_exist():
     assert wrong == {}
 
 
+def test_settings_that_pages_name_exist():
+    """Inline code such as `train.steps` or `mesh.zero: 1`; the first column of a table on another library has names of that library."""
+    wrong, sections = {}, config_class().model_fields
+    for page in PAGES:
+        if page.name in {"CHANGELOG.md", "clean-text.md", "corpus.md"}:  # former settings; settings of corpus files
+            continue
+        text = FENCE.sub("", text_of(page)).replace("`train.swa`", "")  # an example of a section of another package
+        if page.name.startswith("from-"):
+            text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
+        names = re.findall(r"`([a-z][a-z_0-9]*(?:\.[a-z_0-9]+)+)(?::[^`]*|=[^`]*)?`", text)
+        named = [
+            name
+            for name in names
+            if name.split(".")[0] in sections and not re.search(r"\.(py|md|json|jsonl|yml|toml|txt|html|safetensors)$", name)
+        ]
+        if bad := [name for name in named if not is_setting(name)]:
+            wrong[name_of(page)] = bad
+    assert wrong == {}
+
+
 def wrong_keys(section: list[type[BaseModel]], value: object, key: str) -> list[str]:
     """Keys of a YAML block that no section has."""
     if not isinstance(value, dict) or not section:

@@ -18,7 +18,7 @@ from test_size import all_sections, plain
 from maxlm.config.schema import Config
 
 BOUNDS = {  # a figure -> its largest value; the comment has the figure that the house is to reach
-    "settings": 304,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
+    "settings": 305,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
     "functions that take the whole Config": 70,  # 90
     "files with functions that take the whole Config": 32,  # 35
     "files below 60 lines with one importer": 3,  # 0; two are the definition and the shapes of a kernel, which tests import, too
@@ -35,6 +35,7 @@ OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is
     "EmaConfig": "there, it turns the average on; its setting has a default",
     "NoiseScaleConfig": "there, it turns the measurement on; its setting has a default",
     "SkipConfig": "there, damaged chunks are skipped; its setting has a default",
+    "TrackioConfig": "there, figures go to trackio",
     "WandbConfig": "there, figures go to Weights & Biases",
     "LearnedPositionsConfig": "there, positions are learned",
 }

@@ -11,8 +11,10 @@ class BranchFromConfig(Section):
     The other run is read only, and may go on meanwhile. No effect once this run has a checkpoint of its own.
     """
 
-    path: LocalPath  # the folder of the other run
-    step: Positive  # of its checkpoint
+    path: LocalPath
+    """Folder of the run that is continued."""
+    step: Positive
+    """Step of the checkpoint at which this run branches off. Unit: updates."""
 
 
 def _problems(

@@ -15,11 +15,15 @@ LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "k
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): the model of `train.start_from` is frozen; a matrix W becomes W + alpha / rank * A B."""
 
-    rank: Positive  # inner dim of the product A B
-    alpha: PositiveFloat = 16.0  # the product is multiplied by alpha / rank
-    # Names as in the parameter tree: attention (`query_down`, `kv_down`, `kv`: of model.latent), and feed-forward layers that are dense or
-    # shared by all tokens. None: all that the model has. Embeddings, norms, routers and experts are never adapted.
+    rank: Positive
+    """Inner dimension of the product A B that is added to each adapted matrix. Unit: dims."""
+    alpha: PositiveFloat = 16.0
+    """The product A B is multiplied by alpha / rank. Unit: factor."""
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
+    """Adapted matrices, by their names in the parameter tree: matrices of attention (query_down, kv_down and kv belong to model.latent),
+    and of feed-forward layers that are dense or shared by all tokens. null: all of these that the model has. Embeddings, norms, routers and
+    routed experts are never adapted.
+    """
 
 
 def _problems(

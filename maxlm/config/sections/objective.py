@@ -13,7 +13,7 @@ from maxlm.config.sections.train import TrainConfig
 
 
 class NextTokenConfig(Section):
-    """Next-token prediction."""
+    """Next-token prediction: the mean cross-entropy of every token given the tokens before it."""
 
     kind: Literal["next_token"]
 
@@ -28,8 +28,10 @@ class DpoConfig(Section):
     """Direct preference optimization (arXiv 2305.18290). The frozen reference is the model that training starts from."""
 
     kind: Literal["dpo"]
-    beta: PositiveFloat = 0.1  # strength of the pull towards the reference
-    label_smoothing: Annotated[Float, Field(ge=0, lt=0.5)] = 0.0  # probability that a pair is the wrong way round
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference: factor of the log-probability ratios in the loss. Unit: factor."""
+    label_smoothing: Annotated[Float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed probability that a pair is the wrong way round. Unit: probability."""
 
 
 ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]

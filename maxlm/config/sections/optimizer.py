@@ -27,66 +27,105 @@ from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 class AdafactorConfig(Section):
     """Settings of `optimizer.name: adafactor` (arXiv 1804.04235, algorithm 4, without a first moment). Absent: the defaults."""
 
-    decay: Annotated[Float, Field(gt=0, le=1)] = 0.8  # update t leaves the second moment 1 - t ** -decay of its old value
-    clip: AtLeastOne | None = 1.0  # largest root mean square of a matrix's update before the learning rate; None: any
-    relative: Bool = True  # the learning rate is multiplied by the root mean square of the matrix it is for
-    least_scale: PositiveFloat = 1e-3  # of that root mean square, so that zeros move
+    decay: Annotated[Float, Field(gt=0, le=1)] = 0.8
+    """Exponent of the decay of the second moment: update t keeps 1 - t ** -decay of its old value. Unit: exponent."""
+    clip: AtLeastOne | None = 1.0
+    """Largest root mean square of a matrix's update, before the learning rate; null: no limit. Unit: root mean square."""
+    relative: Bool = True
+    """Multiply the learning rate by the root mean square of the matrix that is updated; false: take `peak_lr` as it is."""
+    least_scale: PositiveFloat = 1e-3
+    """Smallest value of that root mean square, so that a matrix of zeros moves. Unit: weight value."""
 
 
 class MuonConfig(Section):
     """Settings of `optimizer.name: muon` (Jordan 2024). Absent: the defaults. All but hidden matrices is Adam's."""
 
-    momentum: Fraction = 0.95  # decay of the momentum
-    nesterov: Bool = True  # look ahead by one step of the momentum
-    iterations: Annotated[Positive, Field(le=20)] = 5  # of Newton-Schulz
-    # Root mean square of an update before the learning rate (arXiv 2502.16982, eq. 4); None: sqrt(max(1, outputs / inputs)) of Jordan.
+    momentum: Fraction = 0.95
+    """Share of its old value that the momentum keeps in an update. Unit: share."""
+    nesterov: Bool = True
+    """Look ahead by one step of the momentum (Nesterov)."""
+    iterations: Annotated[Positive, Field(le=20)] = 5
+    """Iterations of Newton-Schulz that orthogonalise the momentum. Unit: iterations."""
     update_rms: PositiveFloat | None = 0.2
-    adam_lr: PositiveFloat | None = None  # peak learning rate of Adam's part; None: `peak_lr`
+    """Root mean square of an update before the learning rate (arXiv 2502.16982, eq. 4); null: an update is multiplied by sqrt(max(1,
+    outputs / inputs)), as Jordan does. Unit: root mean square.
+    """
+    adam_lr: PositiveFloat | None = None
+    """Peak learning rate of the parameters that Adam updates; null: `peak_lr`. Unit: learning rate."""
 
 
 class SoapConfig(Section):
     """Settings of `optimizer.name: soap` (arXiv 2409.11321). Absent: the defaults. All but hidden matrices is Adam's."""
 
-    every: Positive = 10  # updates between two new bases
-    largest: Positive = 8192  # side of a matrix that has a basis; longer sides are not rotated
+    every: Positive = 10
+    """Updates between two computations of the eigenbases. Unit: updates."""
+    largest: Positive = 8192
+    """Longest side of a matrix that is rotated into an eigenbasis; longer sides are not rotated. Unit: dims."""
 
 
 class AdemamixConfig(Section):
     """Settings of `optimizer.name: ademamix` (arXiv 2409.03137). Absent: the defaults."""
 
-    beta3: Fraction = 0.9999  # of the slow average
-    alpha: NonNegative = 8.0  # weight of the slow average in an update
-    warmup_steps: Positive | None = None  # in which `beta3` and `alpha` rise; None: all of the run
+    beta3: Fraction = 0.9999
+    """Share of its old value that the slow average of gradients keeps in an update; must be above beta1. Unit: share."""
+    alpha: NonNegative = 8.0
+    """Weight of the slow average in an update. Unit: factor."""
+    warmup_steps: Positive | None = None
+    """Updates in which `beta3` and `alpha` rise to their values; null: the whole run. Unit: updates."""
 
 
 class IndependentDecayConfig(Section):
     """Weight decay that does not depend on the learning rate: the eta_t * lambda of AdamW's paper (arXiv 1711.05101, algorithm 2)."""
 
-    independent: Annotated[Float, Field(ge=0, lt=1)]  # share of a matrix that an update removes where the schedule is at its peak
+    independent: Annotated[Float, Field(ge=0, lt=1)]
+    """Share of a matrix that an update removes while the schedule is at its peak. Unit: share."""
 
 
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Annotated[str, Choice("optimizer")] = "adamw"  # update rule (docs/explanation/optimizers.md)
-    peak_lr: PositiveFloat = 3e-4  # learning rate after warm-up
-    schedule: Annotated[str, Choice("schedule")] = "cosine"  # wsd: warm-up, stable, linear decay
-    warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
-    warmup_tokens: NoneOrMoreTokens | None = None  # or `warmup_steps`
-    decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
-    decay_tokens: Tokens | None = None  # or `decay_steps`
-    end_lr_fraction: Fraction = 0.1  # of peak_lr
-    # Matrices only: never norms, biases or embeddings of positions. A number is multiplied by the learning rate.
+    name: Annotated[str, Choice("optimizer")] = "adamw"
+    """Update rule; it chooses which of the sections below are read (docs/explanation/optimizers.md)."""
+    peak_lr: PositiveFloat = 3e-4
+    """Learning rate at the end of the warm-up, the largest of the run. Unit: learning rate."""
+    schedule: Annotated[str, Choice("schedule")] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Count | None = None
+    """Length of the warm-up, in which the learning rate rises from 0; `warmup_tokens` states it in tokens. null for both: no warm-up. Unit:
+    updates.
+    """
+    warmup_tokens: NoneOrMoreTokens | None = None
+    """Length of the warm-up in place of `warmup_steps`, rounded up to whole updates. Unit: tokens."""
+    decay_steps: Positive | None = None
+    """Length of the decay at the end of the run, with a schedule that has one (wsd); `decay_tokens` states it in tokens. null for both: a
+    tenth of the run. Unit: updates.
+    """
+    decay_tokens: Tokens | None = None
+    """Length of the decay in place of `decay_steps`, counted from the end of the run. Unit: tokens."""
+    end_lr_fraction: Fraction = 0.1
+    """Learning rate at the end of the run as a share of `peak_lr`. Unit: share."""
     weight_decay: NonNegative | IndependentDecayConfig = 0.1
-    beta1: Fraction = 0.9  # decay of the first moment
-    beta2: Fraction = 0.95  # decay of the second moment
-    eps: PositiveFloat = 1e-8  # added to the root of the second moment
+    """Decay of matrices, multiplied by the learning rate (AdamW, arXiv 1711.05101); norms, biases and embeddings of positions never decay.
+    {independent: ...}: a decay that the learning rate does not multiply. Unit: factor of the learning rate.
+    """
+    beta1: Fraction = 0.9
+    """Share of its old value that the first moment keeps in an update. Unit: share."""
+    beta2: Fraction = 0.95
+    """Share of its old value that the second moment keeps in an update. Unit: share."""
+    eps: PositiveFloat = 1e-8
+    """Number added to the root of the second moment before it divides. Unit: gradient value."""
     muon: MuonConfig | None = None
+    """Settings of `optimizer.name: muon`; null: its defaults."""
     soap: SoapConfig | None = None
+    """Settings of `optimizer.name: soap`; null: its defaults."""
     ademamix: AdemamixConfig | None = None
+    """Settings of `optimizer.name: ademamix`; null: its defaults."""
     adafactor: AdafactorConfig | None = None
-    state: OptimizerStateConfig | None = None  # None: float32
-    clip_norm: PositiveFloat | None = 1.0  # of the global gradient
+    """Settings of `optimizer.name: adafactor`; null: its defaults."""
+    state: OptimizerStateConfig | None = None
+    """Number formats of the optimizer's state and of the master weights; null: all float32."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the whole gradient; a larger gradient is scaled down to it. null: no limit. Unit: gradient norm."""
 
     @property
     def facts(self) -> OptimizerFacts:

@@ -18,15 +18,23 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}  # of a number i
 class OptimizerStateConfig(Section):
     """State in fewer bytes. Absent: float32. Vectors (norms, biases) and routers are float32 in any case."""
 
-    # int8: 8-bit codes of a dynamic map, a float32 scale for each block of a dim (Dettmers 2021, arXiv 2110.02861). Of Muon its momentum.
     moments: MomentFormat = FLOAT32
-    # None: as `moments`. factored: means of rows and columns; their product stands for the matrix (Adafactor, arXiv 1804.04235).
+    """Number format of the moments; for Muon of its momentum. int8: 8-bit codes of a dynamic map with a float32 scale for each block (arXiv
+    2110.02861).
+    """
     second_moment: MomentFormat | Literal["factored"] | None = None
-    # stochastic: up or down by chance, so that the mean is exact; a function of (seed, update). None: as the format needs it, int8 moments
-    # to the nearest code (they drift less so), bfloat16 moments and split24 masters stochastic.
+    """Number format of the second moment. factored: means over rows and columns, of which the product stands for the matrix (Adafactor,
+    arXiv 1804.04235). null: as `moments`.
+    """
     rounding: Literal["stochastic", "nearest"] | None = None
-    # split: bfloat16 halves that matmuls read, and the other 16 bits apart; split24: 8 bits apart, 3 bytes in all
+    """Rounding of stored values. stochastic: up or down at random, so that the mean is exact, as a function of the seed and the update;
+    nearest: to the nearest code. null: nearest for int8 moments, which then drift less, and stochastic for bfloat16 moments and split24
+    masters.
+    """
     masters: Literal["float32", "split", "split24"] = FLOAT32
+    """Storage of the master weights. float32: 4 bytes a weight; split: a bfloat16 half that matmuls read and the other 16 bits, 4 bytes;
+    split24: the half and 8 more bits, 3 bytes.
+    """
 
     def moment_bytes(self, facts: OptimizerFacts) -> int:
         """Bytes that moments take for a number of a hidden matrix, at least: scales and what `facts.more` names come on top."""

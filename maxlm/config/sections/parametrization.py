@@ -13,10 +13,16 @@ class ParametrizationConfig(Section):
     (d_model, d_ff, heads x head_dim, latent ranks, widths of experts) divided by d_model / base_width. Numbers of experts stay.
     """
 
-    kind: Literal["mup", "completep"]  # widths (arXiv 2203.03466), or widths and depths (arXiv 2505.01618, with its alpha = 1)
-    base_width: Positive  # d_model of the base model
-    base_depth: Positive | None = None  # n_layers of the base model, for completep
-    base_head_dim: Positive | None = None  # None: head_dim of this model; the base model has fewer heads
+    kind: Literal["mup", "completep"]
+    """Sizes over which hyperparameters transfer. mup: widths (arXiv 2203.03466); completep: widths and depths (arXiv 2505.01618, with its
+    alpha = 1).
+    """
+    base_width: Positive
+    """Width (d_model) of the base model, for which the hyperparameters are stated. Unit: dims."""
+    base_depth: Positive | None = None
+    """Layers (n_layers) of the base model; required by completep, and refused with mup. Unit: layers."""
+    base_head_dim: Positive | None = None
+    """Width of a head (head_dim) in the base model; null: as in this model, so that the base model has fewer heads. Unit: dims."""
 
     def multipliers(self, width: int, depth: int, head_dim: int) -> "Multipliers":
         """Factors of the forward pass of a model of this size."""
