@@ -1,7 +1,9 @@
 """The parts of maxlm and of other packages by kind, and the type of a setting that names one of them."""
 
+import contextlib
 import pkgutil
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -10,10 +12,12 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from maxlm.base.errors import UserError
+from maxlm.config.capability import Capability, load
 from maxlm.config.part import Part
 
 OWN = "maxlm.config.parts"  # folder of the records of maxlm
-registered: list[Part] = []  # by other packages
+registered: list[Capability] = []  # records of other packages, parts among them
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +31,8 @@ def own_parts() -> tuple[Part, ...]:
 @lru_cache(maxsize=256)
 def parts(kind: str = "") -> tuple[Part, ...]:
     """All parts of a kind, or of every kind: first those of maxlm."""
-    return tuple(part for part in (*own_parts(), *registered) if kind in ("", part.kind))
+    others = (one for one in registered if isinstance(one, Part))
+    return tuple(part for part in (*own_parts(), *others) if kind in ("", part.kind))
 
 
 @lru_cache(maxsize=256)
@@ -42,6 +47,29 @@ def part(kind: str, name: str) -> Part:
 def names(kind: str) -> tuple[str, ...]:
     """Names of all parts of a kind."""
     return tuple(part.name for part in parts(kind))
+
+
+@contextlib.contextmanager
+def blamed(one: Capability, part: str) -> Iterator[None]:
+    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not any(one is record for record in registered):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
+            f"mend the package that registers {one.key}, or remove the {'setting that names it' if isinstance(one, Part) else 'section'}."
+        ) from error
+
+
+def implementation(part: Part) -> Any:
+    """Import the implementation of a part."""
+    with blamed(part, f"place {part.place}"):
+        return load(part.place)
 
 
 class Choice:

@@ -47,6 +47,19 @@ class ObjectiveFacts(NamedTuple):
     reference: bool = False  # compares with a frozen reference, the model that training starts from
 
 
+class MixerFacts(NamedTuple):
+    """Mixers that take the place of others where a section is set, and are not named in a layer pattern."""
+
+    by_section: str = ""  # section of `model` that chooses the mixer
+    replaces: tuple[str, ...] = ()  # names in the layer pattern of the mixers that it replaces
+
+
+class FeedForwardFacts(NamedTuple):
+    """The section that chooses a feed-forward part: its own one, unless this names another."""
+
+    by_section: str = ""  # section of `model`
+
+
 class ResidualFacts(NamedTuple):
     """Shape of a residual rule, as far as cost models and initial values depend on it."""
 
@@ -79,6 +92,7 @@ class Kind:
     `setting`: dotted setting that names a part; empty: no setting of a config does. `home`: section with a field of the part's name for
     the part's own settings; empty: the part has no section, or as of objectives the section holds the setting itself. `interface`: what
     the place must hold, in words. `names`: names of parts in a value of the setting. `default`: part where the setting is absent.
+    `by_section`: a part is chosen by its own section, which it must have, in place of a setting.
     """
 
     noun: str
@@ -88,6 +102,7 @@ class Kind:
     facts: type[Any] = NoFacts
     names: Callable[[Any], Iterable[str]] = one
     default: str = ""
+    by_section: bool = False
 
     def chosen(self, config: BaseModel) -> Iterable[str]:
         """Names of the parts that a config chooses."""
@@ -109,9 +124,15 @@ KINDS: Mapping[str, Kind] = {
         "optimizer",
         ScheduleFacts,
     ),
-    "mixer": Kind("a sequence mixer", "a class as maxlm.models.mixers describes", "model.layer_pattern", "model", names=mixers),
+    "mixer": Kind("a sequence mixer", "a class as maxlm.models.mixers describes", "model.layer_pattern", "model", MixerFacts, mixers),
     "memory": Kind("a memory", "a class as maxlm.models.memories describes", "model.layer_pattern", "model", names=memories),
-    "feed_forward": Kind("a feed-forward part", "a class as maxlm.models.feed_forward describes", "model.feed_forward", "model"),
+    "feed_forward": Kind(
+        "a feed-forward part",
+        "a class as maxlm.models.feed_forward describes",
+        home="model",
+        facts=FeedForwardFacts,
+        by_section=True,
+    ),
     "residual": Kind(
         "a residual rule", "a class derived from maxlm.models.residual.ResidualRule", "model.norm_position", "model", ResidualFacts
     ),
@@ -135,12 +156,15 @@ class Part(Capability):
     def __post_init__(self) -> None:
         kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
         home = kind.home if kind is not None and kind.home else self.kind
-        object.__setattr__(self, "key", f"{home}.{self.name}")
+        section = getattr(self.facts, "by_section", "") or self.name
+        object.__setattr__(self, "key", f"{home}.{section}")
         if self.facts is None and kind is not None:
             object.__setattr__(self, "facts", kind.facts())
 
     def chosen(self, config: BaseModel) -> bool:
-        """True if the config names the part."""
+        """True if the config names the part, or has its section where that chooses it."""
+        if getattr(self.facts, "by_section", "") or (KINDS[self.kind].by_section and self.section is not None):
+            return value_of(config, self.key) is not None
         return self.name in KINDS[self.kind].chosen(config)
 
     def own_section(self, config: BaseModel) -> Any:

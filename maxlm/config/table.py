@@ -4,10 +4,8 @@ of `maxlm.config.choices`, each where a setting names it.
 Its order is the order of the settings in a config, so rules run in the order of the sections.
 """
 
-import contextlib
 import pkgutil
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -16,13 +14,14 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, create_model
 
-from maxlm.base.errors import UserError, quoted, show
+from maxlm.base.errors import quoted, show
 from maxlm.config import choices, extensions, sections
 from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
+from maxlm.config.choices import blamed
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.part import KINDS, Part
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.topologies import either
 
 GIVEN = ("sizes", "chip", "state")  # parameters that only some functions of a record have, as its fields say
@@ -33,7 +32,6 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 _PLACE = re.compile(r"[\w.]+:\w+")
 NO_SECTION = "no class derived from maxlm.config.fields.Section; derive it"
-_registered: list[Capability] = []
 
 
 def register(record: Capability) -> None:
@@ -43,19 +41,18 @@ def register(record: Capability) -> None:
     if wrong := _misfit(record):
         named = f"Part(kind={quoted(str(record.kind))}, name={quoted(str(record.name))})" if isinstance(record, Part) else ""
         raise ValueError(f"{named or f'Capability(key={quoted(str(record.key))})'}: {wrong}")
-    added: list[Any] = choices.registered if isinstance(record, Part) else _registered
-    added.append(record)
+    choices.registered.append(record)
     clear()
     try:
         _check(record)
     except ValueError:
-        _withdraw(record, added)
+        _withdraw(record)
         raise
-    extensions.note(record.key, lambda: _withdraw(record, added))
+    extensions.note(record.key, lambda: _withdraw(record))
 
 
-def _withdraw(record: Capability, added: list[Any]) -> None:
-    added.remove(record)
+def _withdraw(record: Capability) -> None:
+    choices.registered[:] = [one for one in choices.registered if one is not record]
     clear()
 
 
@@ -99,9 +96,11 @@ def _misfit_part(one: Part) -> str:
         return f"facts = {quoted(str(one.facts))} are of another kind; use maxlm.config.part.{kind.facts.__name__}(...)"
     if one.section is not None and not (isinstance(one.section, type) and issubclass(one.section, Section)):
         return f"section = {quoted(str(one.section))} is {NO_SECTION}"
-    if one.section is not None and not kind.setting:
+    if one.section is not None and not (kind.setting or kind.by_section):
         return f"{kind.noun} has no section in a config; leave it out"
-    if one.section is not None and one.key in _keys(config_class()):
+    if kind.by_section and one.section is None:
+        return f"{kind.noun} is chosen by its section, which is missing; give one, without settings if it has none"
+    if one.section is not None and kind.home and one.key in _keys(config_class()):
         return f"{one.key} is a setting already; choose another name"
     return ""
 
@@ -119,30 +118,14 @@ def _misfit_fields(one: Capability) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def blamed(one: Capability, part: str) -> Iterator[None]:
-    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if one not in _registered and one not in choices.registered:
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
-            f"mend the package that registers {one.key}, or remove the section."
-        ) from error
-
-
 @lru_cache(maxsize=1)
 def capabilities() -> tuple[Capability, ...]:
     """All records, in the order of the settings."""
     names = sorted(module.name for module in pkgutil.iter_modules(sections.__path__))
     found = [import_module(f"{sections.__name__}.{name}").CAPABILITY for name in names]
     places = list(dict.fromkeys(_keys(Config)))
-    return tuple(sorted([*found, *_registered], key=lambda one: places.index(one.key) if one.key in places else len(places)))
+    others = [one for one in choices.registered if not isinstance(one, Part)]
+    return tuple(sorted([*found, *others], key=lambda one: places.index(one.key) if one.key in places else len(places)))
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +135,7 @@ def records() -> tuple[Capability, ...]:
     after: dict[str, list[Part]] = {key: [] for key in keys}
     apart: list[Part] = []
     for part in choices.parts():
-        after.get(KINDS[part.kind].setting.partition(".")[0], apart).append(part)
+        after.get((KINDS[part.kind].setting or KINDS[part.kind].home).partition(".")[0], apart).append(part)
     return (*(one for first in capabilities() for one in (first, *after[first.key])), *apart)
 
 
@@ -179,7 +162,7 @@ def problems(config: Config, kind: str, **given: Any) -> Problems:
 
 def _lacking(config: BaseModel) -> Problems:
     """Parts that a config chooses without the settings that they need."""
-    for part in choices.registered:
+    for part in choices.parts():
         needed = [] if part.section is None else [name for name, info in part.section.model_fields.items() if info.is_required()]
         if needed and KINDS[part.kind].home and part.chosen(config) and value_of(config, part.key) is None:
             yield part.key, None, f"{KINDS[part.kind].setting} names {part.name}, which needs {part.key}.{needed[0]}", "set it"
@@ -219,7 +202,7 @@ def inert(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
     for part in choices.parts():
         kind = KINDS[part.kind]
-        if part.section is not None and kind.home and value_of(config, part.key) is not None and not part.chosen(config):
+        if part.section is not None and kind.home and kind.setting and value_of(config, part.key) is not None and not part.chosen(config):
             chosen = value_of(config, kind.setting)
             value = part.name if isinstance(chosen, str) or chosen is None else f"[{part.name}]"
             yield Inert(part.key, f"{kind.setting} = {show(chosen)}", f"use {kind.setting}={value}")
@@ -254,16 +237,10 @@ def implementations(config: Config, kind: str) -> Iterator[tuple[Capability, Any
             yield one, found, section
 
 
-def part_object(kind: str, name: str) -> Any:
-    """Import the implementation of a part."""
-    part = choices.part(kind, name)
-    with blamed(part, f"place {part.place}"):
-        return load(part.place)
-
-
 def build_part(config: Config, kind: str, name: str, **given: Any) -> Any:
     """Call a part's implementation, or its `from_config` where it has one, with its section and the settings that its parameters name."""
-    part, found = choices.part(kind, name), part_object(kind, name)
+    part = choices.part(kind, name)
+    found = choices.implementation(part)
     with blamed(part, f"from_config of {found.__qualname__}"):
         return call(getattr(found, "from_config", found), config, part.own_section(config), **given)
 
@@ -282,14 +259,21 @@ def weights_kinds() -> tuple[str, ...]:
 def config_class() -> type[Config]:
     """`Config` with a field for each section of the table that it does not declare itself, and with the sections of all objectives."""
     declared = set(_keys(Config))
-    added = {one.key: one.section for one in (*capabilities(), *choices.parts()) if one.section is not None and one.key not in declared}
+    records = [*capabilities(), *(part for part in choices.parts() if KINDS[part.kind].home)]
+    added = {tuple(one.key.split(".")): one.section for one in records if one.section is not None and one.key not in declared}
     objectives = tuple(_objective(part) for part in choices.parts("objective"))
-    found = _with_sections(Config, {tuple(key.split(".")): section for key, section in added.items() if not key.startswith("objective.")})
-    if not any(part.kind == "objective" for part in choices.registered):
+    found: type[Config] = _with_sections(Config, added)
+    if len(objectives) == sum(part.kind == "objective" for part in choices.own_parts()):
         return found
     union: Any = Annotated[Union[objectives], Field(discriminator="kind")]  # noqa: UP007 -- of a tuple
     made: type[Config] = create_model(Config.__name__, __base__=found, __doc__=Config.__doc__, objective=(union | None, None))
     return made
+
+
+def model_class() -> type[ModelConfig]:
+    """`ModelConfig` with the sections of registered parts."""
+    found: Any = config_class().model_fields["model"].annotation
+    return found
 
 
 def _objective(part: Part) -> type[Section]:

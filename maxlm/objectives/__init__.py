@@ -1,9 +1,8 @@
 """Training objectives. A new objective is a module here, and its record in `maxlm/config/parts/objectives.py` with its section."""
 
 from maxlm.config.capability import load
-from maxlm.config.choices import part
+from maxlm.config.choices import blamed, implementation, part
 from maxlm.config.schema import Config
-from maxlm.config.table import blamed, part_object
 from maxlm.objectives.further_tokens import FurtherTokens
 from maxlm.objectives.objective import ArraySpec, NextToken, Objective, Sums
 from maxlm.objectives.preferences import LogProbabilities, Preferences, with_reference
@@ -15,7 +14,7 @@ def build_objective(config: Config) -> Objective:
     kind = "next_token" if config.objective is None else config.objective.kind
     found = part("objective", kind)
     with blamed(found, f"place {found.place}"):
-        built: Objective = (part_object("objective", kind) if config.model.mtp is None else load(found.facts.further))(config)
+        built: Objective = (implementation(found) if config.model.mtp is None else load(found.facts.further))(config)
         return built
 
 

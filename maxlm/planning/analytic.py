@@ -222,7 +222,7 @@ class Analytic:
             return False
         if layout.remat == "dots":
             return bool(matmul.experts) and matmul.name != "mlp_out"  # a kernel, which that policy does not know
-        needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else it is not used again
+        needed = matmul.name != "mlp_out" or model.norms_outputs  # else it is not used again
         normed = model.qk_norm and matmul.name in ("query", "key")  # kept behind the norm, asked for before it
         return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
 

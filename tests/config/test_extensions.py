@@ -41,7 +41,6 @@ LINE = GOOD.count("\n")  # of REGISTER
 def process(monkeypatch, tmp_path):
     """A process that has loaded no extension, started in an empty folder that is first on sys.path, as `python -m` has it."""
     monkeypatch.setattr(extensions, "_state", extensions._State())
-    monkeypatch.setattr(table, "_registered", [])
     monkeypatch.setattr(choices, "registered", [])
     modules = set(sys.modules)
     start = tmp_path / "start"
@@ -203,7 +202,7 @@ def test_an_extension_that_fails_is_one_line_with_its_file_and_line_and_leaves_n
         with pytest.raises(UserError, match=error) as caught:
             load_it("ext")
         assert one_line(caught.value)
-    assert table._registered == [] and "ext" not in sys.modules
+    assert choices.registered == [] and "ext" not in sys.modules
     assert not hasattr(load("runs/quickstart").config, "mine")
 
 
@@ -316,7 +315,7 @@ def test_a_saved_config_names_its_extensions_and_runs_without_them_say_so(tmp_pa
     assert copied == config and copied.mine.every == 10
     monkeypatch.setattr(extensions, "_state", extensions._State())
     del sys.modules["ext"]
-    table._registered.clear()
+    choices.registered.clear()
     table.clear()
     assert load_saved(run).mine.every == 10
     monkeypatch.setattr(extensions, "_state", extensions._State())
@@ -355,7 +354,7 @@ def test_an_attempt_that_goes_on_loads_the_extensions_of_the_first(tmp_path, mon
     monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(frozen=kept))
     monkeypatch.setattr(extensions, "_state", extensions._State())
     del sys.modules["ext"]
-    table._registered.clear()
+    choices.registered.clear()
     table.clear()
     assert frozen.load_frozen("runs/quickstart", ["extensions=[ext]"]).config.mine.every == 7
 

@@ -70,6 +70,21 @@ def test_links_and_anchors_exist():
     assert {name_of(page): broken for page in PAGES if (broken := broken_links(page))} == {}
 
 
+def test_pages_that_the_source_names_exist():
+    """Comments, help and messages name pages as `docs/NAME.md`."""
+    files = [
+        path for folder in ("maxlm", "kernels", "tools", "gcp", "slurm", "configs") for path in (ROOT / folder).rglob("*") if path.is_file()
+    ]
+    texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in files if path.suffix not in {".pyc", ".png"}}
+    named = {
+        (name_of(path), page)
+        for path, text in texts.items()
+        for page in re.findall(r"(?<![\w./ ])docs/[\w/-]+\.md|(?<=[ (])docs/[\w/-]+\.md", text)
+    }
+    assert len(named) > 20
+    assert {(file, page) for file, page in named if not (ROOT / page).exists() and not re.search(r"_rows\.yml$", file)} == set()
+
+
 def test_every_page_is_in_one_table_of_contents():
     listed: Counter[Path] = Counter()
     for page in DOCS.rglob("*.md"):

@@ -21,8 +21,8 @@ from maxlm.models.stack import layer_groups
 from maxlm.training.step import build_train_step
 
 PAGE = ROOT / "docs" / "explanation" / "reading.md"
-MAX_FILES, MAX_LINES = 9, 960
-LEFT_OUT = ("maxlm/kernels/", "maxlm/config/schema.py", "maxlm/config/sections/", "maxlm/config/layer_parts.py")  # kernels, settings
+MAX_FILES, MAX_LINES = 10, 980
+LEFT_OUT = ("maxlm/kernels/", "maxlm/config/")  # kernels, settings
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 Stops = dict[str, set[str]]  # names of functions and classes, by file

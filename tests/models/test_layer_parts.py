@@ -1,4 +1,4 @@
-"""A layer is made of parts by name: a mixer or a memory is added by its class and one line of a table."""
+"""A layer is made of parts by name: a mixer or a memory is added by its class and its record."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.config import layer_parts
+import maxlm
+from maxlm.config import choices, table
 from maxlm.config.layer_parts import LayerParts
+from maxlm.config.part import Part
 from maxlm.config.schema import ModelConfig
 from maxlm.cost import model_shapes
 from maxlm.models import abstract_parameters, bind, token_flops
@@ -43,14 +45,12 @@ class Table(nnx.Module):
 
 
 @pytest.fixture
-def parts(monkeypatch):
-    monkeypatch.setitem(layer_parts.MIXERS, "other", f"{HERE}:Other")
-    monkeypatch.setitem(layer_parts.MEMORIES, "table", f"{HERE}:Table")
-
-    def config(*pattern):
-        return ModelConfig(**SHAPE).model_copy(update={"layer_pattern": pattern})
-
-    return config
+def parts():
+    maxlm.register(Part(kind="mixer", name="other", place=f"{HERE}:Other"))
+    maxlm.register(Part(kind="memory", name="table", place=f"{HERE}:Table"))
+    yield lambda *pattern: ModelConfig(**SHAPE, layer_pattern=pattern)
+    choices.registered.clear()
+    table.clear()
 
 
 def hidden(config, draw):

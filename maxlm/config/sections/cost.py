@@ -1,4 +1,4 @@
-"""Price and power of the chips of a run (docs/cost.md)."""
+"""Price and power of the chips of a run (docs/how-to/cost.md)."""
 
 import re
 from typing import Annotated
@@ -20,7 +20,7 @@ Currency = Annotated[Text, AfterValidator(_currency)]
 
 
 class CostConfig(Section):
-    """Price and power of the chips of this run (docs/cost.md). What is not given, or all if the section is absent, is as for
+    """Price and power of the chips of this run (docs/how-to/cost.md). What is not given, or all if the section is absent, is as for
     `maxlm plan`: the lowest list price on demand, and published or estimated power; nothing for a chip of which neither is known.
     """
 

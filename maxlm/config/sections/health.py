@@ -1,4 +1,4 @@
-"""Answers to trouble in training (docs/health.md)."""
+"""Answers to trouble in training (docs/explanation/health.md)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from maxlm.config.fields import AtLeastOne, Count, Positive, Section
 
 
 class HealthConfig(Section):
-    """Answers to trouble in training (docs/health.md). Absent: alarms, and exit code 4 where a run is beyond repair.
+    """Answers to trouble in training (docs/explanation/health.md). Absent: alarms, and exit code 4 where a run is beyond repair.
 
     Batches that a roll back leaves out are part of the data order: in every later checkpoint, and in `roll_backs.json` of the run.
     """

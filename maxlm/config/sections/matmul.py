@@ -1,4 +1,4 @@
-"""Number formats of the model's matmuls (docs/precision.md): the section, and its rules with itself, the model and the chip."""
+"""Number formats of the model's matmuls (docs/explanation/precision.md): the section, and its rules with itself, the model and the chip."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple

@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from maxlm.config.capability import Capability, Problems, divisors_text
+from maxlm.config.choices import part
 from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
-from maxlm.config.layer_parts import PatternEntry, ResidualRule
+from maxlm.config.layer_parts import PatternEntry, ResidualRule, other_feed_forward
+from maxlm.config.part import ResidualFacts
 from maxlm.config.sections.lora import LoraConfig
 from maxlm.config.sections.moe import MoeConfig
 from maxlm.config.sections.mtp import MtpConfig
@@ -192,6 +194,12 @@ class ModelConfig(Section):
         return None if self.softcap is None else self.softcap.logits
 
     @property
+    def norms_outputs(self) -> bool:
+        """True if the output of a sublayer is normed before it is added."""
+        facts: ResidualFacts = part("residual", self.norm_position).facts
+        return facts.norms_output
+
+    @property
     def gated(self) -> bool:
         """True if feed-forward layers have a gate."""
         return self.activation not in ("gelu", "gelu_exact")
@@ -330,9 +338,15 @@ def _pattern(model: ModelConfig) -> Problems:
         yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
 
 
+def _one_feed_forward(model: ModelConfig) -> Problems:
+    chosen = [one.name for one in other_feed_forward() if getattr(model, one.name, None) is not None]
+    if len(chosen) > 1:
+        yield f"model.{chosen[1]}", "set", f"model.{chosen[0]} chooses the feed-forward part of the same layers", "remove one of them"
+
+
 def _identity(model: ModelConfig) -> dict[str, Any]:
     """All but weights of losses."""
     return {f"model.{key}": value for key, value in flatten(model.model_dump(mode="json")) if key != "mtp.loss_weight"}
 
 
-CAPABILITY = Capability(key="model", rules=(_problems, _latent, _windows, _pattern), identity=_identity)
+CAPABILITY = Capability(key="model", rules=(_problems, _latent, _windows, _pattern, _one_feed_forward), identity=_identity)

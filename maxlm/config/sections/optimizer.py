@@ -136,8 +136,17 @@ class OptimizerConfig(Section):
     @property
     def decays_at_end(self) -> bool:
         """True if the schedule has a decay of its own length at the end of the run."""
+        return self._decays == "at_end"
+
+    @property
+    def decays_throughout(self) -> bool:
+        """True if the schedule falls from the end of warm-up to the end of the run."""
+        return self._decays == "throughout"
+
+    @property
+    def _decays(self) -> str:
         facts: ScheduleFacts = part("schedule", self.schedule).facts
-        return facts.decays == "at_end"
+        return facts.decays
 
     @property
     def decays_independently(self) -> bool:

@@ -1,4 +1,4 @@
-"""Formats of the optimizer's state and of the master weights (docs/optimizer_state.md)."""
+"""Formats of the optimizer's state and of the master weights (docs/explanation/optimizer-state.md)."""
 
 from collections.abc import Iterator
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Hyperparameters that transfer: tuned on a small model, and read by larger ones with `model.parametrization` (docs/transfer.md)."""
+"""Hyperparameters that transfer: tuned on a small model, read by larger ones (docs/how-to/transfer-hyperparameters.md)."""
 
 from typing import Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Traces of a few steps of the run (docs/profile.md)."""
+"""Traces of a few steps of the run (docs/how-to/profile.md)."""
 
 import itertools
 from typing import Annotated
@@ -11,7 +11,7 @@ from maxlm.config.fields import Positive, Section
 
 
 class ProfileConfig(Section):
-    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/profile.md)."""
+    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/how-to/profile.md)."""
 
     at: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Updates that are done before the first step of each trace, in increasing order. Unit: updates."""

@@ -11,7 +11,7 @@ from maxlm.config.fields import AtLeastOne, Bool, Float, PositiveFloat, Section
 class WatchdogConfig(Section):
     """Seconds without progress after which a run counts as hung: it shows where, ends with 5, and `maxlm launch` starts it again.
 
-    Time in which the process did not run counts for nothing. None: learned from the run (docs/watchdog.md).
+    Time in which the process did not run counts for nothing. None: learned from the run (docs/explanation/watchdog.md).
     """
 
     enabled: Bool = True
