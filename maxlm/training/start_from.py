@@ -250,8 +250,8 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
 
 
 def _check_rate(before: OptimizerConfig, now: OptimizerConfig, old: float, new: float) -> None:
-    """Raise ConfigError if a schedule that falls from the beginning, such as a cosine, would have fallen, from the `old` rate to the `new`, since the beginning of a run that had another
-    schedule.
+    """Raise ConfigError if a schedule that falls from the beginning, such as a cosine, would have fallen from the `old` rate to the `new`
+    since the beginning of a run that had another schedule.
     """
     if now.decays_throughout and now.schedule != before.schedule and new < old and now.peak_lr == before.peak_lr:
         rule = f"decays from the beginning of the run that is branched off, and the rate would fall from {old:.3g} to {new:.3g} at once"
