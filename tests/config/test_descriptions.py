@@ -11,8 +11,7 @@ from extensions.swa import CAPABILITY
 from pydantic import Field
 
 from maxlm.base.errors import UserError
-from maxlm.config import choices
-from maxlm.config import load
+from maxlm.config import choices, load
 from maxlm.config.descriptions import descriptions
 from maxlm.config.explain import leaves
 from maxlm.config.explain_setting import explain
