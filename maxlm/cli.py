@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
 from maxlm.command_line import run_app
+from maxlm.telemetry.runs import command as runs_command
 
 if TYPE_CHECKING:
     from maxlm.hardware.prices import Term
@@ -94,19 +95,9 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     phases = Phases(Console())
     with phases("importing libraries"):
         _split_cpu(devices)
-        from maxlm.inference.text import print_samples
-        from maxlm.run.run import run_training
+        from maxlm.api.training import train as run
 
-        tasks: Any = None
-        if settings.evaluation is not None:
-            from maxlm.evaluation.while_training import TrainingTasks
-
-            tasks = TrainingTasks
-        predictor: Any = None
-        if settings.cost is not None and settings.cost.calibration is not None:
-            from maxlm.cost.prediction import predictor
-
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
+    raise typer.Exit(run(settings, phases, cluster).code)
 
 
 def _split_cpu(devices: int | None) -> None:
@@ -537,6 +528,10 @@ def report(
     from maxlm.telemetry.report import check_place, default_place, write_report
 
     typer.echo(printable(str(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))))
+
+
+app.command(name="runs")(runs_command.runs)
+app.command(name="query")(runs_command.query)
 
 
 @app.command()
