@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -48,7 +49,7 @@ def strings_of(owner: type) -> Mapping[str, str]:
     written: dict[str, str] = {}
     for one in reversed(owner.__mro__):
         if one.__module__ not in ("builtins", "enum", "pydantic.main"):
-            written |= _strings(one.__module__).get(one.__qualname__, {})
+            written |= _strings(sys.modules.get(one.__module__)).get(one.__qualname__, {})
     return written
 
 
@@ -91,11 +92,11 @@ def _joined(text: str) -> str:
 
 
 @lru_cache
-def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
+def _strings(module: ModuleType | None) -> Mapping[str, Mapping[str, str]]:
     """Qualified name of a class in a module -> name of a setting -> the string under its declaration."""
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):  # without source, as in an interactive session
+        tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
+    except (OSError, TypeError, SyntaxError):  # without source, as in an interactive session
         return {}
     found: dict[str, Mapping[str, str]] = {}
     _collect(tree, "", found)

@@ -100,11 +100,11 @@ class Event:
 
 
 def evaluated(event: Event) -> dict[str, Any]:
-    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME,
-    tasks/TASK/METRIC; {} of another event.
+    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME, the
+    same for each metric as eval/METRIC, and tasks/TASK/METRIC; {} of another event.
     """
     if event.kind == "eval":
-        return {name: value for name, value in event.data.items() if name.startswith("eval_loss")}
+        return {name: value for name, value in event.data.items() if name.startswith("eval")}
     tasks = event.data.get("tasks") if event.kind == "tasks" else None
     found = {}
     for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():
