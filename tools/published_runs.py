@@ -1,6 +1,6 @@
 """Copy the rows of two pages to maxlm/hardware/published_runs.toml, from which estimates are corrected.
 
-    python tools/published_runs.py      after tools/truth.py or truth_gpu.py; also writes the tables of corrections in docs/truth.md
+    python tools/published_runs.py      after tools/truth.py or truth_gpu.py; also writes the tables of corrections in docs/lab/truth.md
 
 Rows of TPUs are programs that were compiled: what the analytic model misses is no part of a correction of compiled steps.
 """
@@ -20,7 +20,7 @@ from maxlm.hardware.chips import CHIPS
 from maxlm.hardware.published_runs import ROWS, PublishedRun, correction, left_out
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs" / "truth.md"
+PAGE = REPOSITORY / "docs" / "lab" / "truth.md"
 ROWS_MARKS = "run = [\n", "]\n"
 PAGE_MARKS = "<!-- tools/published_runs.py writes from here -->\n", "<!-- to here -->\n"
 PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml"}
@@ -35,7 +35,7 @@ def rows() -> list[PublishedRun]:
     found, mfus = [], {row.name: row.published_mfu for row in read_rows()}
     for page, file in PAGES.items():
         entries = _entries(YAML(typ="safe", pure=True).load(Path(__file__).with_name(file)))
-        text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+        text = (REPOSITORY / "docs" / "lab" / page).read_text(encoding="utf-8")
         hosts = {row["name"]: float(row["host"]) for row in HOST.finditer(text)}
         for line in text.splitlines():
             if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds

@@ -3,8 +3,8 @@
     python tools/truth.py FOLDER --maxtext-python ENV/bin/python
 
 ENV is a virtual environment of its own, of Python 3.12, with MaxText in it: `pip install 'maxtext[tpu]==0.2.5'`. FOLDER/ROW.hlo, the
-scheduled program of MaxText's step of each row of tools/truth_rows.yml, is made where it is missing, and docs/truth.md is written. A row
-without a program keeps its line of an earlier day, or is listed as not compiled yet. No factor is fitted to what was published here;
+scheduled program of MaxText's step of each row of tools/truth_rows.yml, is made where it is missing, and docs/lab/truth.md is written. A
+row without a program keeps its line of an earlier day, or is listed as not compiled yet. No factor is fitted to what was published here;
 tools/published_runs.py fits the correction of estimates.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = read_rows()
     schedule_missing(given.maxtext_python, {row.name: row.to_compile for row in rows}, given.folder)
-    page = REPOSITORY / "docs" / "truth.md"
+    page = REPOSITORY / "docs" / "lab" / "truth.md"
     page.write_text(_page(rows, given.folder))
     sys.stdout.write(page.read_text())
 
@@ -202,7 +202,7 @@ def _devices(topology: Topology) -> list[Device]:
 def _page(rows: list[Row], folder: Path) -> str:
     results = [Result(row, predict(row, path)) for row in rows if (path := folder / f"{row.name}.hlo").exists()]
     done = {result.row.name for result in results}
-    before = (REPOSITORY / "docs" / "truth.md").read_text(encoding="utf-8").partition(LAST)[0].splitlines()
+    before = (REPOSITORY / "docs" / "lab" / "truth.md").read_text(encoding="utf-8").partition(LAST)[0].splitlines()
     lines = {**_before(before, COLUMNS), **{result.row.name: _line(result) for result in results}}
     parts_of = {**_before(before, PART_COLUMNS), **{result.row.name: _parts(result) for result in results}}
     head = ["| row | published s | predicted s | error | within 15% | published MFU | source |", "|---|---|---|---|---|---|---|"]
@@ -236,7 +236,7 @@ def _before(page: list[str], columns: int) -> dict[str, str]:
 
 def _kept() -> str:
     """The last section of the page, on corrections: tools/published_runs.py writes its table."""
-    page = (REPOSITORY / "docs" / "truth.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "lab" / "truth.md").read_text(encoding="utf-8")
     return page[page.index(LAST) :].rstrip()
 
 
@@ -300,7 +300,7 @@ slower, with a range that nine of ten of them lie in when each is predicted from
 rows themselves. [GPUs](truth_gpu.md) have a page of their own.
 
 {date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52) without
-machine code ([how](explanation/compiled-steps.md)), in half a minute, or in several where XLA compiles collectives for the SparseCore.
+machine code ([how](../explanation/compiled-steps.md)), in half a minute, or in several where XLA compiles collectives for the SparseCore.
 Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). The estimator is `maxlm.cost.step_cost`;
 where a run did not raise the limit of scoped VMEM, matmuls are charged what XLA states for such programs.
 These estimates are of schedules alone, with no factor fitted

@@ -1,4 +1,4 @@
-"""Compare the analytic model's step times on GPUs with those of public runs, and write docs/truth_gpu.md.
+"""Compare the analytic model's step times on GPUs with those of public runs, and write docs/lab/truth_gpu.md.
 
     python tools/truth_gpu.py          reads tools/truth_gpu_rows.yml
 
@@ -24,7 +24,7 @@ from maxlm.planning.plan import analytic_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_gpu_rows.yml")
-PAGE = REPOSITORY / "docs" / "truth_gpu.md"
+PAGE = REPOSITORY / "docs" / "lab" / "truth_gpu.md"
 BEGIN, END = "<!-- tools/truth_gpu.py writes from here -->", "<!-- to here -->"
 AIM = 0.15  # of the published step time
 COMMON = ("data.store=none", "train.steps=1", "train.loss_chunks=8")

@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlm.base.errors import UserError, printable
 from maxlm.base.paths import expand_home
+from maxlm.config import extensions
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
 from maxlm.config.loader import RUN_CONFIG, LoadedConfig, is_run, load, parse_saved, read_text, writer_of
@@ -16,6 +17,7 @@ from maxlm.config.table import inert
 WRITTEN_BY = "written by"
 MISSING = "–"  # in the place of a setting that a saved config lacks
 COUNTED = "counted"  # source and section of figures that are derived from the settings
+EXTENSION = "extension"  # before the name of a loaded extension
 Count = Callable[[ModelConfig, int, int], Mapping[str, int]]  # names and figures, of a model, data.seq_len and tokens of an update
 
 
@@ -110,10 +112,13 @@ def _values(count: Count, loaded: LoadedConfig) -> dict[str, Any]:
     figures = dict(count(loaded.config.model, loaded.config.data.seq_len, loaded.config.tokens_per_step))
     if loaded.source("train.global_batch") == ASSUMED:
         figures.pop("tokens_per_update", None)
-    return values | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
+    loaded_here = {f"{EXTENSION} {one.name}": str(one) for one in extensions.of(loaded.config.extensions)}
+    return values | loaded_here | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
 
 
 def _source(loaded: LoadedConfig, key: str) -> str:
+    if key.startswith(f"{EXTENSION} "):
+        return loaded.source(extensions.FIELD)
     return COUNTED if key.startswith(f"{COUNTED}.") else loaded.source(key)
 
 

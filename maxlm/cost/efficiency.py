@@ -28,7 +28,7 @@ HBM_SHARE = 0.9  # long copies
 # for v5e and v5p (2026-11-21).
 SMALL_VMEM_SHARE = 0.87
 
-# GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
+# GPUs. Measured on one H200 (2026-11-26, docs/lab/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
 # with all that is elementwise in it 0.72, copies 0.85. No whole step was timed.
 GPU_MATMUL_SHARE = 0.75
 # Our attention, of what causality leaves and by the largest head dim: forward and backward together, 9 matmuls, at 8,192 tokens. 256 was

@@ -71,7 +71,7 @@ MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a 
 PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
 # Speed of a kernel relative to the count of its machine code, which is a lower bound of its time where the matrix unit limits: XLA states
-# 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/benchmarks.md), and 5.5% for one on one core of a v5p. The
+# 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/lab/benchmarks.md), and 5.5% for one on one core of a v5p. The
 # largest is taken for everybody's attention, grouped and gated kernels on all chips; kernels that only round have their counted cycles.
 COUNTED = 0.948
 

@@ -1,8 +1,8 @@
 """Step times of published runs, our estimates of them, and the correction that they give to other estimates. No jax here.
 
-The rows, in published_runs.toml, are the tables of docs/truth.md (MaxText's own programs, compiled for TPUs) and of docs/truth_gpu.md (the
-analytic model of `maxlm plan`). A correction is fitted to all of them by one rule, and its error is how far it misses rows that it was not
-fitted to: each is left out in turn and predicted from the others.
+The rows, in published_runs.toml, are the tables of docs/lab/truth.md (MaxText's own programs, compiled for TPUs) and of
+docs/lab/truth_gpu.md (the analytic model of `maxlm plan`). A correction is fitted to all of them by one rule, and its error is how far it
+misses rows that it was not fitted to: each is left out in turn and predicted from the others.
 """
 
 import math

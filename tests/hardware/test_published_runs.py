@@ -70,7 +70,7 @@ def test_experts_are_what_their_rows_are_above_dense_ones():
 
 def test_waits_that_an_older_compiler_hid_are_in_no_ratio():
     hidden = [run for run in RUNS if run.host_s]
-    assert {run.chip for run in hidden} == {"v6e"}, "of which docs/truth.md says why"
+    assert {run.chip for run in hidden} == {"v6e"}, "of which docs/lab/truth.md says why"
     assert all(run.ratio == run.published_s / (run.predicted_s - run.host_s) for run in hidden)
 
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md is what docs/recipes.json says, and a recipe is compiled again when what its program depends on changes."""
+"""docs/lab/recipes.md is what docs/lab/recipes.json says, and a recipe is compiled again when what its program depends on changes."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_the_page_is_what_the_figures_say():
 
 
 def test_the_bets_are_what_the_figures_say():
-    """The same command writes them to docs/truth.md: a line for each recipe that fits."""
+    """The same command writes them to docs/lab/truth.md: a line for each recipe that fits."""
     text, figures = recipes.TRUTH.read_text(encoding="utf-8"), recipes.read()
     assert recipes.between(text, recipes.MARKS, recipes.bets(figures)) == text
     lines = text.partition(recipes.MARKS[0])[2].partition(recipes.MARKS[1])[0].splitlines()

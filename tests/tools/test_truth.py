@@ -60,7 +60,7 @@ def test_squares_of_four_chips_share_their_links_with_the_axis_across_them():
 
 def test_rows_without_a_program_keep_their_line_and_the_reason_for_their_error(tmp_path):
     """A page written from a folder that lacks programs differs in its date and in the rows that it says are of an earlier day."""
-    before = (truth.REPOSITORY / "docs" / "truth.md").read_text(encoding="utf-8")
+    before = (truth.REPOSITORY / "docs" / "lab" / "truth.md").read_text(encoding="utf-8")
     after = truth._page(list(ROWS.values()), tmp_path)
     new = [line for line in after.splitlines() if line and line not in before.splitlines()]
     assert [line for line in new if not line.endswith("without")] == ["## Rows of an earlier day", new[-1]]
