@@ -102,6 +102,15 @@ def test_figures_are_those_of_the_report(runs):
         assert row["best_eval_loss"] == report.eval_loss.values_N.min()
 
 
+def test_the_python_api_and_the_tables_read_the_same(ask, runs):
+    path = runs / "a" / "small"
+    run = maxlm.Run(path)
+    rows = rows_for(ask, "select step, loss from metrics order by step", path)
+    assert [(row["step"], row["loss"]) for row in rows] == list(zip(run.metrics["step"], run.metrics["loss"], strict=True))
+    assert [row["eval_loss"] for row in run.evaluations] == [2.9, 3.0]
+    assert [event.kind for event in run.events] == ["start", "eval", "eval", "stop"]
+
+
 def test_columns_are_chosen(ask, runs):
     _, out, _ = ask("runs", runs / "a", "--columns", "run,optimizer.peak_lr")
     assert [line.split() for line in out.splitlines()] == [["run", "optimizer.peak_lr"], ["small", "0.001"]]
