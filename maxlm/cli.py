@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -95,19 +95,9 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     phases = Phases(Console())
     with phases("importing libraries"):
         _split_cpu(devices)
-        from maxlm.inference.text import print_samples
-        from maxlm.run.run import run_training
+        from maxlm.api.training import train as run
 
-        tasks: Any = None
-        if settings.evaluation is not None:
-            from maxlm.evaluation.while_training import TrainingTasks
-
-            tasks = TrainingTasks
-        predictor: Any = None
-        if settings.cost is not None and settings.cost.calibration is not None:
-            from maxlm.cost.prediction import predictor
-
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
+    raise typer.Exit(run(settings, phases, cluster).code)
 
 
 def _split_cpu(devices: int | None) -> None:

@@ -49,6 +49,7 @@ Text = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[^
 LocalPath = Annotated[Text, AfterValidator(paths.local)]
 ReadPath = Annotated[Text, AfterValidator(paths.readable)]  # or any URL that fsspec reads: gs://, s3://, hf://, https://
 StoredPath = Annotated[Text, AfterValidator(paths.stored)]  # or gs://
+StorePath = Annotated[Text, AfterValidator(paths.given_or_stored)]  # or python://NAME, which `maxlm.fit` writes
 
 
 class Section(BaseModel):

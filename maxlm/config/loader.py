@@ -29,11 +29,13 @@ from maxlm.config.schema import Config
 from maxlm.config.table import config_class
 
 COMMAND_LINE = "command line"
+GIVEN = "the program's settings"  # source of settings that are in no file
 _WRITTEN_BY = "# Written by maxlm "
 RUN_CONFIG = "config.yml"  # in the folder of a run
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
+ConfigSource = str | Mapping[str, Any] | Config
 Schema = TypeVar("Schema", bound=BaseModel)
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE / "configs").resolve()  # in a clone, a link to the repository's configs/
@@ -83,11 +85,31 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
     if assume and model_alone:
         assumed.fill(merged, sources)
+    return _checked(merged, sources, any_mesh=any_mesh, shorten=shorten)
+
+
+def _checked(merged: dict[str, Any], sources: dict[str, str], *, any_mesh: bool, shorten: bool) -> LoadedConfig:
+    """Merged settings, validated and checked against the rules."""
     config = validate(merged, sources)
     given = [key for key, source in sources.items() if source == COMMAND_LINE]
     config, notes = assumed.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
+
+
+def read(source: ConfigSource, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
+    """`load` of what a program has: a name, or the settings themselves as nested mappings, perhaps with `extends`, or as a config."""
+    if isinstance(source, str):
+        return load(source, overrides, any_mesh=any_mesh, assume=assume)
+    files, merged, sources = _Files(), dict[str, Any](), dict[str, str]()
+    own = _present(source) if isinstance(source, Config) else copy.deepcopy(dict(source))
+    _check_plain(own, GIVEN, set())
+    files.merge(Path(GIVEN), own, merged, sources)
+    model_alone = "model" in merged and not {"data", "train"} & set(merged)
+    _override(merged, sources, overrides, files, config_class())
+    if assume and model_alone:
+        assumed.fill(merged, sources)
+    return _checked(merged, sources, any_mesh=any_mesh, shorten=True)
 
 
 def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:
@@ -238,15 +260,19 @@ class _Files:
         if len(seen) == MOST_EXTENDS:
             raise UserError(f"{shorten(str(path))}: `extends` goes through more than {MOST_EXTENDS} files, one after another: join some.")
         if resolved not in self._resolved:
-            values = self._read(path)
-            parents = [self.resolve(parent, (*seen, resolved)) for parent in self._parents(path, values.pop("extends", []))]
             merged: dict[str, Any] = {}
             sources: dict[str, str] = {}
-            for inherited, origins in parents:
-                _merge(merged, inherited, lambda key, origins=origins: origins[key], sources)  # type: ignore[misc]
-            _merge(merged, values, lambda _: str(path), sources)
+            self.merge(path, self._read(path), merged, sources, (*seen, resolved))
             self._resolved[resolved] = merged, sources
         return self._resolved[resolved]
+
+    def merge(
+        self, path: Path, values: dict[str, Any], merged: dict[str, Any], sources: dict[str, str], seen: tuple[Path, ...] = ()
+    ) -> None:
+        """Merge the parents of `values`, which `path` holds, and then `values` into `merged`."""
+        for inherited, origins in [self.resolve(parent, seen) for parent in self._parents(path, values.pop("extends", []))]:
+            _merge(merged, inherited, lambda key, origins=origins: origins[key], sources)  # type: ignore[misc]
+        _merge(merged, values, lambda _: str(path), sources)
 
     def parse(self, text: str, origin: str) -> Any:
         """YAML 1.2 as plain mappings, lists and scalars; `origin` names it in errors. A second is about what all of it may take."""

@@ -99,12 +99,14 @@ def best_estimate(points: Sequence[Point], available: int) -> Point | None:
     return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
-def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False) -> Plan:
+def make_plan(
+    loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False, quiet: bool = False
+) -> Plan:
     """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's; `start`: compiled first, default the
-    config's own; `quick`: compile a few only. Raises UserError if none can fit.
+    config's own; `quick`: compile a few only; `quiet`: show no progress. Raises UserError if none can fit.
     """
     config, started = loaded.config, time.monotonic()
-    with progress() as show_progress, Compiler(machine_code=False) as compiler:
+    with progress(quiet=quiet) as show_progress, Compiler(machine_code=False) as compiler:
         show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
         model, space = analytic_model(config, topology), LayoutSpace(config, topology.devices)
         try:

@@ -29,9 +29,9 @@ ALONE = "estimate"  # column of the steps that nothing corrects
 MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 
-def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
+def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted, console: Console | None = None) -> None:
     """Print the frontier, the chosen layout, what its run costs, and the paths of the config and the chart that were `written`."""
-    console, search, asked = output_console(), plan.search, plan.loaded.config
+    console, search, asked = console or output_console(), plan.search, plan.loaded.config
     console.print(f"{asked.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
     dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""

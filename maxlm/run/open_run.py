@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from maxlm.run.resume_checks import lost_checkpoints
 from maxlm.supervision.watchdog import Watchdog
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
-from maxlm.telemetry.observer import Observers
+from maxlm.telemetry.observer import Observer, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
@@ -58,9 +58,17 @@ class OpenTasks(Protocol):
 
 
 @dataclass(frozen=True)
+class Given:
+    """Parts of a run that the calling program gives: further observers, and batches in place of token stores."""
+
+    observers: tuple[Observer, ...] = ()
+    open_data: Callable[[Config], OpenedData] | None = None
+
+
+@dataclass(frozen=True)
 class RunContext:
     """Shared by all parts of a run. `asked`: the config for all hosts; `config`: for those that are present; `observers`: once there are
-    some; `compilations`: of this process.
+    some; `compilations`: of this process; `given`: by the calling program.
     """
 
     asked: Config
@@ -71,6 +79,7 @@ class RunContext:
     watchdog: Watchdog
     compilations: Compilations
     observers: Observers
+    given: Given = Given()
 
     @property
     def primary(self) -> bool:
@@ -132,7 +141,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
         _check_machine(context)
     if here.absent and phases.primary:
         context.say(elastic.summary(context.asked.mesh, config.mesh, (context.asked.train.microbatches, config.train.microbatches), here))
-    data = open_data_on_all_hosts(config, phases)
+    data = open_data_on_all_hosts(config, phases) if context.given.open_data is None else context.given.open_data(config)
     context.follow()
     program = build_program(config, build_mesh(config))
     context, parts = _openings(context, program)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -24,15 +24,16 @@ from maxlm.cluster.signals import StopSignal
 from maxlm.config import Config, UserError
 from maxlm.config.loader import saved_text
 from maxlm.config.table import blamed, build, implementations
+from maxlm.data.given import GivenBatches
 from maxlm.data.stops import turn_ends
-from maxlm.data.tokenizer import copy_tokenizer
+from maxlm.data.tokenizer import copy_tokenizer, write_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES, MatmulFormat, chip_of
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.run import elastic, frozen
 from maxlm.run.jax_setup import select_platform
-from maxlm.run.open_run import OpenRun, OpenTasks, RunContext, open_run, prepare_memory
+from maxlm.run.open_run import Given, OpenRun, OpenTasks, RunContext, open_run, prepare_memory
 from maxlm.run.ownership import locked, owning
 from maxlm.run.reference import attach_reference
 from maxlm.run.resume_checks import changed_settings
@@ -82,6 +83,13 @@ class SamplePrinter(Protocol):
     ) -> dict[str, str | None]: ...
 
 
+class Ended(NamedTuple):
+    """End of `run_training`: the exit code of a process that does nothing else, and how training ended."""
+
+    code: int
+    outcome: Outcome
+
+
 StepPredictor = Callable[[Program], dict[str, Any]]  # figures as `telemetry.predicted` has them
 Predictor = Callable[[Config, Sequence[str]], StepPredictor]  # of the host of each process, too
 
@@ -93,9 +101,10 @@ def run_training(
     named: Mapping[str, str] | None = None,
     open_tasks: OpenTasks | None = None,
     predictor: Predictor | None = None,
-) -> int:
-    """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line. `open_tasks`: not None
-    where `config.evaluation` is set; `predictor`: where `cost.calibration` is.
+    given: Given = Given(),
+) -> Ended:
+    """Train as configured. `named`: settings of the cluster on the command line. `open_tasks`: not None where `config.evaluation` is set;
+    `predictor`: where `cost.calibration` is; `given`: by the calling program.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -116,14 +125,16 @@ def run_training(
         compilations = stack.enter_context(Compilations())
         stack.enter_context(locked(config.run, config.checkpoint, config.elastic, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]))
-        code = _run(context, print_samples, open_tasks, predictor, log)
-        if code in NO_RESTART:
-            here.finish(NO_RESTART[code])
-        return code
+        context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]), given)
+        ended = _run(context, print_samples, open_tasks, predictor, log)
+        if ended.code in NO_RESTART:
+            here.finish(NO_RESTART[ended.code])
+        return ended
 
 
-def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog) -> int:
+def _run(
+    context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog
+) -> Ended:
     here, goodput, watchdog = context.cluster, context.goodput, context.watchdog
     predict = _on_all_hosts(predictor, context)
     run = open_run(context, open_tasks)
@@ -150,7 +161,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
         if directory.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, outcome, stopped, bill)
-    return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
+    return Ended(ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status], outcome)
 
 
 class _ProgressObserver(Observer):
@@ -188,6 +199,7 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
+        active += run.context.given.observers
         known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
         active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
@@ -309,8 +321,12 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         source = source_tokenizer(config.train)
-        turns = turn_ends(config.data.stores)
-        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
+        if isinstance(given := run.data.train, GivenBatches):
+            if given.tokenizer is not None:
+                write_tokenizer(given.tokenizer, directory.path / TOKENIZER)
+        else:
+            turns = turn_ends(config.data.stores)
+            copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
         copy_published(source and source.parent, directory.path, goes_on=goes_on)
     return start
 

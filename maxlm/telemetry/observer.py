@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from maxlm.base.background import Background
 from maxlm.base.metric import Metric
@@ -135,6 +135,7 @@ def is_step(value: Any) -> TypeGuard[int]:
     return is_number(value) and isinstance(value, int) and 0 <= value < 2**53
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Follows training, in a thread of its own. A call that raises OSError is made again later, so it must leave nothing half done."""
 

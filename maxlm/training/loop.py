@@ -10,12 +10,13 @@ import functools
 import itertools
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxlm.base import directory_lock
 from maxlm.base.errors import UserError
@@ -331,17 +332,36 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
 
 def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False) -> float | None:
     """Mean loss over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
-    batches = min(program.config.train.eval_batches, held_out.n_batches)
+
+    def batches() -> Iterator[Any]:
+        for n in range(min(program.config.train.eval_batches, held_out.n_batches)):
+            if gives_up():
+                raise _GivenUpError
+            yield held_out.device_batch(n, program.batch_sharding)
+
+    try:
+        sums = evaluated_sums(program, state, batches())
+    except _GivenUpError:
+        return None
+    return float(sums.added["loss"]) / max(float(sums.denominator), 1.0)
+
+
+def evaluated_sums(program: Program, state: TrainState, batches: Iterable[Any]) -> Sums:
+    """Figures of all `batches`, which lie on devices, in float64 on the host; of a state that `Program.evaluated` made."""
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
-        for n in range(batches):
-            if gives_up():
-                return None
+        for n, batch in enumerate(batches):
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
-            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
+            sums.append(program.evaluate(state.params, state.model_state, batch))
     whole = jax.device_get(sums)
-    return sum(float(part.added["loss"]) for part in whole) / max(sum(float(part.denominator) for part in whole), 1.0)
+    double = jax.tree.map(np.float64, [part._replace(largest={}, routing=None) for part in whole])
+    added: Sums = jax.tree.map(lambda *parts: sum(parts), *double)
+    return added
+
+
+class _GivenUpError(Exception):
+    """A signal asks training to stop."""
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

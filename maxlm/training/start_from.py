@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.paths import PYTHON
 from maxlm.base.transient import first_line, is_storage_error, retried
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
@@ -71,7 +72,8 @@ class StartFrom(FirstState):
         return fingerprint(self._source)
 
     def init(self, program: Program, identity: dict[str, str]) -> Init:
-        return partial(begin_from, program, self._source, open_tokenizer(program.config.data.stores[0]))
+        store = program.config.data.stores[0]
+        return partial(begin_from, program, self._source, None if store.startswith(PYTHON) else open_tokenizer(store))
 
 
 def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer | None) -> TrainState:

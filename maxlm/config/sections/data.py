@@ -6,7 +6,7 @@ from pydantic import ConfigDict, model_validator
 
 from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems, keeps
-from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
+from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath, StorePath
 from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.config.sections.run import RunConfig
@@ -41,9 +41,9 @@ class HeldOutConfig(Section):
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
-    store: StoredPath | None = None
+    store: StorePath | None = None
     """Token store to train on: a folder or a gs:// address, as written by `maxlm data prepare`. Exactly one of `store` and `mixture` is
-    set.
+    set. python://NAME, which `maxlm.fit` writes, says that a Python program gave the batches.
     """
     mixture: MixtureConfig | None = None
     """Several token stores with their shares, in place of `store`; null: one store."""
