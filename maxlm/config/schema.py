@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.choices import part
-from maxlm.config.fields import Section
+from maxlm.config.fields import ModuleNames, Section
 from maxlm.config.part import ObjectiveFacts
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.cluster import ClusterConfig
@@ -25,6 +25,7 @@ from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.config.sections.memory import MemoryConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.metrics import MetricsConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.objective import ObjectiveConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
@@ -64,6 +65,8 @@ class Config(Section):
     """Training loss, told by its `kind`: next-token prediction, supervised fine-tuning or direct preference optimization; null: next-token
     prediction.
     """
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics of a batch, in addition to the metrics of the objective."""
     cluster: ClusterConfig | None = None
     """Machine that the run is for: planning compiles for it, and training checks that it has it; null: the devices that are found."""
     pipeline: PipelineConfig | None = None
@@ -99,6 +102,8 @@ class Config(Section):
     """Copies of the state in the memory of the hosts, at short intervals, in addition to `checkpoint`; null: none."""
     elastic: ElasticConfig | None = None
     """Going on with fewer hosts until lost ones return; null: all hosts wait for a lost one."""
+    extensions: ModuleNames | None = None
+    """Modules of other packages that the config needs, as in [my_package.my_module]; null: none (docs/how-to/extensions.md)."""
 
     @property
     def objective_facts(self) -> ObjectiveFacts:
