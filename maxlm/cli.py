@@ -13,7 +13,8 @@ import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
-from maxlm.command_line import run_app
+from maxlm.command_line import run_app, weights_kind
+from maxlm.config import extensions
 from maxlm.telemetry.runs import command as runs_command
 
 if TYPE_CHECKING:
@@ -56,15 +57,6 @@ Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help=
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _weights(kind: str) -> str:
-    from maxlm.config.table import weights_kinds
-    from maxlm.hardware.topologies import either
-
-    if kind not in weights_kinds():
-        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
-    return kind
-
-
 def _say_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"maxlm {maxlm.__version__}")
@@ -74,8 +66,16 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and stop.")] = False,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Load an extension with any command (docs/how-to/extensions.md). Repeatable."),
+    ] = None,
+    extension_path: Annotated[
+        list[str] | None, typer.Option(metavar="DIR", help="A folder with extensions that a config may name. Repeatable.")
+    ] = None,
 ) -> None:
     """Pretrain transformers in JAX, from a laptop to a TPU pod."""
+    extensions.accept(extension or (), extension_path or ())
 
 
 @app.command()
@@ -378,7 +378,7 @@ def generate(
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
         found = generate_from_run(
-            run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype, chat=chat, special=special
+            run_dir, texts, sampler, step, of=weights_kind(weights, run_dir), overrides=mesh, dtype=dtype, chat=chat, special=special
         )
     for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
         if len(texts) > 1:
@@ -429,7 +429,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""
-    of = _weights(weights)
+    of = weights_kind(weights, run_dir)
     if adapter and (dtype, shard_size, quantize) != ("float32", "5GB", None):
         raise UserError("--adapter writes one file of float32: leave --dtype, --shard-size and --quantize out.")
     from maxlm.interop.exporting import export_model
@@ -468,7 +468,7 @@ def eval_(
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks."""
-    of = _weights(weights)
+    of = weights_kind(weights, model)
     from maxlm.evaluation.eval_command import evaluate
     from maxlm.run.jax_setup import enable_compilation_cache, select_platform
     from maxlm.telemetry.log import RunLog
@@ -489,7 +489,7 @@ def average(
     weights: Weights = "raw",
 ) -> None:
     """Average the last checkpoints of a run into a model that can be used like any."""
-    of = _weights(weights)
+    of = weights_kind(weights, run_dir)
     named = [part.strip() for part in steps.split(",")] if steps is not None else []
     if wrong := [part for part in named if not (part.isascii() and part.isdigit() and len(part) < 10)]:
         raise UserError(f"--steps: {wrong[0]!r} is not a step: give numbers with commas between them, such as 1000,2000.")
@@ -576,7 +576,7 @@ def launch(
         raise UserError(f"--backoff {backoff} is not a number of seconds: give one such as 5.")
     from maxlm.supervision.launch import Supervisor
 
-    program = [sys.executable, "-m", "maxlm", *command]
+    program = [sys.executable, "-m", "maxlm", *extensions.arguments(), *command]
     raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
 
 

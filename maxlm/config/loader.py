@@ -7,6 +7,7 @@ command line replaces a section by its defaults.
 
 import contextlib
 import copy
+import copyreg
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ from ruamel.yaml.scanner import Scanner
 import maxlm
 from maxlm.base.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
 from maxlm.base.paths import expand_home, irregular, open_regular, read_file
-from maxlm.config import assumed, explain, rules
+from maxlm.config import assumed, explain, extensions, rules
 from maxlm.config.schema import Config
-from maxlm.config.table import config_class
+from maxlm.config.table import config_class, present
 
 COMMAND_LINE = "command line"
 GIVEN = "the program's settings"  # source of settings that are in no file
@@ -79,7 +80,11 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    _override(merged, sources, overrides, files, config_class())
+    selecting = [one for one in overrides if one.partition("=")[0].strip() == extensions.FIELD]
+    _override(merged, sources, selecting, files, Config)
+    merged = extensions.selected(merged, sources)
+    extensions.load(merged.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
+    _override(merged, sources, [one for one in overrides if one not in selecting], files, config_class())
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
@@ -91,6 +96,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
 def _checked(merged: dict[str, Any], sources: dict[str, str], *, any_mesh: bool, shorten: bool) -> LoadedConfig:
     """Merged settings, validated and checked against the rules."""
     config = validate(merged, sources)
+    _check_selected([one.key for one, _ in present(config)], config.extensions or ())
     given = [key for key, source in sources.items() if source == COMMAND_LINE]
     config, notes = assumed.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
@@ -126,8 +132,32 @@ def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequen
 
 
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
-    """`values` as a Config; the first thing wrong with their names, types or ranges as a ConfigError."""
-    return _validate(config_class(), values, sources)
+    """`values` as a Config, with the extensions that they name loaded; the first thing wrong with their names, types or ranges as a
+    ConfigError.
+    """
+    extensions.load(values.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
+    schema = config_class()
+    if schema is not Config:  # pickle finds no class that was made here
+        copyreg.pickle(schema, _pickled)
+    return _validate(schema, values, sources)
+
+
+def _pickled(config: BaseModel) -> tuple[Any, ...]:
+    """A config with sections of extensions as `pickle` stores it: its values, and the options to load its extensions."""
+    return _unpickled, (extensions.accepted(), config.model_dump(mode="json"))
+
+
+def _unpickled(accepted: tuple[list[str], list[str]], values: dict[str, Any]) -> Config:
+    extensions.accept(*accepted)
+    return validate(values, {})
+
+
+def _check_selected(keys: Sequence[str], selected: Sequence[str]) -> None:
+    """Raise ExtensionError for a record of an extension that this process has loaded for another config, and this one does not name."""
+    for key in keys:
+        if missing := extensions.missing_for(key, selected):
+            rule = f"{key} is registered by the extension {missing}, which is not in the list"
+            raise extensions.ExtensionError(extensions.FIELD, list(selected), rule, "add it")
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any], sources: Mapping[str, str]) -> Schema:
@@ -167,6 +197,8 @@ def _naming_writer(file: Path) -> Iterator[None]:
     """Add to an error in the saved config `file` which version of maxlm wrote it, if another, and what to do."""
     try:
         yield
+    except extensions.ExtensionError:
+        raise
     except UserError as error:
         try:
             text = read_file(file).decode()
@@ -179,7 +211,7 @@ def _naming_writer(file: Path) -> Iterator[None]:
         if version == maxlm.__version__:
             if not isinstance(error, UnknownSettingError):
                 raise
-            fix = f"if a package registers {error.field}, run the program that imports it"
+            fix = f"if an extension registers {error.field}, add it with --extension MODULE"
             raise UserError(f"{error} {file.name} was written by this version of maxlm: {fix}; or remove the setting.") from None
         writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"

@@ -4,7 +4,7 @@ A setting is described by the string under its declaration (`maxlm.config.descri
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -37,16 +37,20 @@ def _section(key: str, section: type[BaseModel], pages: dict[type[BaseModel], st
             yield f"\nIt has the settings of `{pages[section]}`.\n"
             return
         pages[section] = key
-        written = descriptions(section)
-        fields = {name: info for name, info in section.model_fields.items() if name != "kind" or len(kinds) != 1}
-        if fields:
-            yield "\n| setting | values | default | |\n|---|---|---|---|\n"
-        for name, info in fields.items():
-            text = _escaped(written[name].sentences)
-            yield f"| `{name}` | {_words(info)} | {_default(info)} | {text} |\n"
+        yield from _table(section, [name for name in section.model_fields if name != "kind" or len(kinds) != 1])
+    else:
+        yield from _table(section, [name for name, info in section.model_fields.items() if not sections_of(info)])
     for name, info in section.model_fields.items():
         for inner in sections_of(info):
             yield from _section(f"{key}.{name}" if key else name, inner, pages)
+
+
+def _table(section: type[BaseModel], names: Sequence[str]) -> Iterator[str]:
+    if names:
+        yield "\n| setting | values | default | |\n|---|---|---|---|\n"
+    for name in names:
+        info, text = section.model_fields[name], _escaped(descriptions(section)[name].sentences)
+        yield f"| `{name}` | {_words(info)} | {_default(info)} | {text} |\n"
 
 
 def _escaped(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.choices import part
-from maxlm.config.fields import Section
+from maxlm.config.fields import ModuleNames, Section
 from maxlm.config.part import ObjectiveFacts
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.cluster import ClusterConfig
@@ -99,6 +99,8 @@ class Config(Section):
     """Copies of the state in the memory of the hosts, at short intervals, in addition to `checkpoint`; null: none."""
     elastic: ElasticConfig | None = None
     """Going on with fewer hosts until lost ones return; null: all hosts wait for a lost one."""
+    extensions: ModuleNames | None = None
+    """Modules of other packages that the config needs, as in [my_package.my_module]; null: none (docs/how-to/extensions.md)."""
 
     @property
     def objective_facts(self) -> ObjectiveFacts:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.base.errors import printable
+from maxlm.config import extensions
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
@@ -12,6 +13,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.config.table import inert
 
 COUNTED = "counted"  # source and section of figures that are derived from the settings
+EXTENSION = "extension"  # before the name of a loaded extension
 Count = Callable[[ModelConfig, int, int], Mapping[str, int]]  # names and figures, of a model, data.seq_len and tokens of an update
 
 
@@ -59,10 +61,13 @@ def _values(count: Count, loaded: LoadedConfig) -> dict[str, Any]:
     figures = dict(count(loaded.config.model, loaded.config.data.seq_len, loaded.config.tokens_per_step))
     if loaded.source("train.global_batch") == ASSUMED:
         figures.pop("tokens_per_update", None)
-    return values | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
+    loaded_here = {f"{EXTENSION} {one.name}": str(one) for one in extensions.of(loaded.config.extensions)}
+    return values | loaded_here | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
 
 
 def _source(loaded: LoadedConfig, key: str) -> str:
+    if key.startswith(f"{EXTENSION} "):
+        return loaded.source(extensions.FIELD)
     return COUNTED if key.startswith(f"{COUNTED}.") else loaded.source(key)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, Field, create_model
 
 from maxlm.base.errors import quoted, show
-from maxlm.config import choices, sections
+from maxlm.config import choices, extensions, sections
 from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
 from maxlm.config.choices import blamed
 from maxlm.config.explain import sections_of
@@ -48,6 +48,7 @@ def register(record: Capability) -> None:
     except ValueError:
         _withdraw(record)
         raise
+    extensions.note(record.key, lambda: _withdraw(record))
 
 
 def _withdraw(record: Capability) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from maxlm.base.console import Console
 from maxlm.compiler.aot import CompiledStep, build
+from maxlm.config import extensions
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises
@@ -62,6 +63,7 @@ class Report:
         }
         return {
             "run": self.config.run.name,
+            extensions.FIELD: [one.to_json() for one in extensions.of(self.config.extensions)],
             "topology": topology.name,
             "slices": topology.slices,
             "chips": topology.chips,
@@ -165,6 +167,8 @@ def _header(report: Report, console: Console) -> None:
     words = vocabulary(topology.chip)
     where = f"{words.counted(topology.chips)} on {words.hosts(topology.hosts)}"
     console.print(f"{slices}{topology.name}: {where}; mesh {mesh}")
+    for extension in extensions.of(config.extensions):
+        console.print(f"with {extension}")
     done = "compiled" if report.step.machine_code else "scheduled"
     verb = done if report.step.fits else "refused by the compiler"
     rest = "" if report.step.machine_code or not report.step.fits else "; machine code is not made (--machine-code)"

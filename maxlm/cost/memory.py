@@ -115,7 +115,7 @@ class _BufferNames:
         tensor, expert = mesh["tensor"], mesh["expert"]
         self.vocab = config.model.vocab_size // tensor
         kinds = layers(config.model)
-        self.hidden = {size for kind in kinds for size in (kind.widths["up"] // tensor, *_padded(kind.expert_width // tensor))} - {0}
+        self.hidden = {size for kind in kinds for size in (kind.widths.get("up", 0) // tensor, *_padded(kind.expert_width // tensor))} - {0}
         rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
         tokens = rows * (config.data.seq_len // mesh["context"])
         self.kept = kept_sizes(config.model, config.memory.remat, tokens, tensor, expert)
@@ -152,7 +152,9 @@ def kept_sizes(model: ModelConfig, remat: str | Sequence[str], tokens: int, tens
     for kind in layers(model):
         names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
         for name in dict.fromkeys(names):
-            tensor_sizes = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
+            tensor_sizes = [
+                tokens * kind.widths.get(name, 0) // tensor
+            ]  # between tensor-parallel regions the sequence is split over `tensor`
             if name in ("gate", "up") and remat != "dots":
                 tensor_sizes += [rows * inside for inside in _padded(kind.expert_width // tensor)]
             for size in tensor_sizes:

@@ -308,9 +308,9 @@ class Analytic:
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
-            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths.get("attention", 0) if chunked else 0
             common = MODEL_WIDE * model.d_model + NORMED_WIDE * kind.rewritten
-            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
+            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths.get("up", 0) + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
             moved += share * tokens * self._quantizing(kind, layout)
@@ -465,7 +465,7 @@ class Analytic:
         sizes, number, model = dict(mesh), self.number, self.config.model
         routed, most = int(rows * self.rows[sizes["expert"]]), 0
         for kind in self.layers:
-            inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
+            inside = 4 * number * rows * kind.widths.get("up", 0) // sizes["tensor"] + 6 * number * rows * model.d_model
             inside += round(
                 sum(
                     self.collectives.travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes)

@@ -22,7 +22,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, extensions
 from maxlm.config.capability import without
 from maxlm.config.loader import dump
 from maxlm.config.table import blamed, built_with_records, identity, implementations
@@ -31,7 +31,7 @@ from maxlm.run import elastic, frozen
 from maxlm.run.consistency import check_devices, check_shared, code_digest, digest, machine_facts
 from maxlm.run.jax_setup import enable_compilation_cache
 from maxlm.run.open_data import OpenedData, open_data_on_all_hosts
-from maxlm.run.resume_checks import lost_checkpoints
+from maxlm.run.resume_checks import lacking_extensions, lost_checkpoints
 from maxlm.supervision.watchdog import Watchdog
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
@@ -142,6 +142,8 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     if here.absent and phases.primary:
         context.say(elastic.summary(context.asked.mesh, config.mesh, (context.asked.train.microbatches, config.train.microbatches), here))
     data = open_data_on_all_hosts(config, phases) if context.given.open_data is None else context.given.open_data(config)
+    if loaded := extensions.facts(config.extensions):
+        agree.on_all(lambda: frozen.check_unchanged(loaded))
     context.follow()
     program = build_program(config, build_mesh(config))
     context, parts = _openings(context, program)
@@ -182,7 +184,12 @@ def _check_machine(context: RunContext) -> None:
     with phases("looking for devices"):
         enable_compilation_cache()
     if jax.process_count() > 1:
-        facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
+        facts = {
+            **extensions.facts(config.extensions),
+            "maxlm": f"{maxlm.__version__} ({code_digest()})",
+            **machine_facts(),
+            "config": digest(dump(config)),
+        }
         agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
@@ -200,7 +207,20 @@ def _checkpoints(context: RunContext, parts: Sequence[Opening], tokenizer_hash: 
         one.keep_copies(checkpoints, context.cluster.hosts, os.getppid() if progress_file.VARIABLE in os.environ else 0)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
+    else:
+        _refuse_without_extensions(checkpoints, config.extensions)
     return checkpoints
+
+
+def _refuse_without_extensions(checkpoints: Checkpoints, names: Sequence[str] | None) -> None:
+    """Raise UserError in all processes if the newest checkpoint was written with an extension that is not among `names`."""
+
+    def look() -> None:
+        steps = checkpoints.steps() if jax.process_index() == 0 else []
+        if steps and (text := lacking_extensions(checkpoints.position_here(steps[-1]) or {}, names)):
+            raise UserError(f"{checkpoints.directory}: {text}, or use another run.name. Nothing was changed.")
+
+    agree.on_all(look, explain=frozen.explained)
 
 
 def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:

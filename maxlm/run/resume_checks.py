@@ -1,14 +1,15 @@
 """Checks of a resumed run: settings that differ from its checkpoint are reported, and missing checkpoints refused."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from maxlm.base.atomic import replacing
+from maxlm.base.errors import some
 from maxlm.base.strict_json import read_objects
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError, extensions, load
 from maxlm.config.fields import flatten
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
@@ -41,7 +42,26 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
         with replacing(directory.config_until(start.step)) as kept:
             kept.write(source.read_bytes())  # also where it is damaged
     directory.trained_again(start.step)
-    return {**changed, **data}
+    return {**changed, **data, **changed_extensions(start.position, config.extensions)}
+
+
+def changed_extensions(position: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Extension -> [before, now], version and digest, of those of these names that have changed since the checkpoint with `position`."""
+    before, now = position.get(extensions.FIELD), extensions.identities(names)
+    known = before if isinstance(before, dict) else {}
+    return {f"extension {name}": [known[name], now[name]] for name in now if known.get(name, now[name]) != now[name]}
+
+
+def lacking_extensions(position: Mapping[str, Any], names: Sequence[str] | None) -> str:
+    """Return why a config with the extensions `names` cannot go on from a checkpoint with `position`, which another one helped to write;
+    else "".
+    """
+    before, present = position.get(extensions.FIELD), tuple(names or ())
+    lacking = [str(name) for name in before if name not in present] if isinstance(before, dict) else []
+    if not lacking:
+        return ""
+    needed = ", ".join([*present, *lacking])
+    return f"its checkpoints were written with the extension {some(lacking)}, which this config does not name: add extensions=[{needed}]"
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:

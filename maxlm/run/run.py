@@ -21,7 +21,7 @@ from maxlm.checkpoint.errors import first_line
 from maxlm.cluster import agree, cluster, deadline, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.signals import StopSignal
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, extensions
 from maxlm.config.loader import saved_text
 from maxlm.config.table import blamed, build, implementations
 from maxlm.data.given import GivenBatches
@@ -361,6 +361,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "total_tokens": config.total_tokens,
         "folder": str(run.directory.path),
         "version": maxlm.__version__,
+        **({extensions.FIELD: loaded} if (loaded := extensions.identities(config.extensions)) else {}),
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
         "metrics": charts_of(metrics),

@@ -70,7 +70,8 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: MFU is a share of its peak), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `extensions` (name -> version and digest), `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts
+              `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     compile   programs compiled since the last of these events, or since the command began; `programs` (how many), `trace_s lower_s

@@ -127,7 +127,7 @@ def test_a_saved_run_names_the_section_that_no_package_registers_here(average, t
     choices.registered.clear()
     table.clear()
     with pytest.raises(
-        UserError, match=r"train.swa = .*no such setting .* if a package registers train.swa, run the program that imports it"
+        UserError, match=r"train.swa = .*no such setting .* if an extension registers train.swa, add it with --extension MODULE"
     ):
         load(str(tmp_path))
 

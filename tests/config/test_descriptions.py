@@ -11,7 +11,7 @@ from extensions.swa import CAPABILITY
 from pydantic import Field
 
 from maxlm.base.errors import UserError
-from maxlm.config import load
+from maxlm.config import choices, load
 from maxlm.config.descriptions import descriptions
 from maxlm.config.explain import leaves
 from maxlm.config.explain_setting import explain
@@ -190,9 +190,7 @@ def test_settings_of_a_registered_package_are_explained():
         assert "Stochastic weight averaging" in explain("train.swa")
         assert file_schema(config_class(), "")["$defs"]["SwaConfig"]["properties"]["every"]["description"]
     finally:
-        from maxlm.config import table
-
-        table._registered.remove(CAPABILITY)
+        choices.registered.remove(CAPABILITY)
         clear()
 
 

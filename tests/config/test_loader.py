@@ -431,7 +431,7 @@ def test_a_saved_config_that_this_version_cannot_read_names_the_version_that_wro
     with pytest.raises(UserError, match=r"future.*written by .* or export the run with that version"):
         load(str(tmp_path))
     (tmp_path / RUN_CONFIG).write_text(f"# Written by maxlm {__version__}\n{BASE}future: {{setting: 1}}\n")
-    with pytest.raises(UserError, match=r"future.*if a package registers future, run the program that imports it") as caught:
+    with pytest.raises(UserError, match=r"future.*if an extension registers future, add it with --extension MODULE") as caught:
         load_saved(tmp_path)
     assert "export" not in str(caught.value), "a mistake of today"
 

@@ -15,6 +15,7 @@ from source_files import ROOT
 
 from maxlm.cli import app
 from maxlm.config.explain import sections_of
+from maxlm.config.extensions import OPTIONS
 from maxlm.config.table import config_class
 
 DOCS = ROOT / "docs"
@@ -145,7 +146,7 @@ def wrong_words(words: list[str]) -> list[str]:
         if words[0] not in group.commands:
             return [words[0]] if re.fullmatch(r"[a-z][a-z-]*", words[0]) else []
         group, words = group.commands[words[0]], words[1:]
-    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help", "-h"}
+    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help", "-h", *OPTIONS}
     if group.name == "launch" and "--" in words:
         place = words.index("--")
         words, inner = words[:place], words[place + 1 :]

@@ -10,6 +10,7 @@ import numpy as np
 
 from maxlm.base.host import in_bytes
 from maxlm.base.strict_json import is_finite
+from maxlm.config import extensions
 from maxlm.telemetry.course import first_step_since, last_stop
 from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent
@@ -91,7 +92,14 @@ def notes_of(run: Run) -> list[str]:
     """Sentences about missing or damaged files, the basis of a predicted step, and losses and gradients that are not finite at the end."""
     lost = {name: step for name, step in run.lost.items() if name in ("loss", "grad_norm") or name.startswith("eval_loss")}
     prediction = [f"Prediction of the step: {sentence}" for sentence in sentences_of(run.start)]
-    return run.notes + prediction + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
+    loaded = run.start.get(extensions.FIELD)
+    named = [f"Extension {name}, version and digest {identity}." for name, identity in loaded.items()] if isinstance(loaded, dict) else []
+    return (
+        run.notes
+        + named
+        + prediction
+        + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
+    )
 
 
 def _progress(run: Run, values: Mapping[str, float | None]) -> str:

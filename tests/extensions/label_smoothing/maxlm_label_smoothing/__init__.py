@@ -16,7 +16,8 @@ from maxlm.config.part import Part
 class LabelSmoothingConfig(Section):
     """Next-token prediction with smoothed labels."""
 
-    smoothing: Annotated[Float, Field(ge=0, lt=1, description="Share of the target that is uniform.")] = 0.1
+    smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    """Share of the target that is uniform over the vocabulary. Unit: share."""
 
 
 def _problems(own: LabelSmoothingConfig, model_logits_softcap: float | None) -> Problems:

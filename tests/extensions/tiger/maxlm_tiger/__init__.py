@@ -14,7 +14,8 @@ from maxlm.config.part import FIRST, OptimizerFacts, Part
 class TigerConfig(Section):
     """Settings of `optimizer.name: tiger`. Absent: the defaults."""
 
-    momentum: Fraction = 0.965  # decay of the average of gradients
+    momentum: Fraction = 0.965
+    """Share of its old value that the average of gradients keeps in an update. Unit: share."""
 
 
 def _problems(tiger: TigerConfig) -> Problems:
