@@ -136,6 +136,7 @@ KINDS: Mapping[str, Kind] = {
     "residual": Kind(
         "a residual rule", "a class derived from maxlm.models.residual.ResidualRule", "model.norm_position", "model", ResidualFacts
     ),
+    "metric": Kind("a metric", "a class derived from maxlm.objectives.BatchMetric", home="metrics", by_section=True),
     "family": Kind("a Hugging Face family", "a maxlm.interop.families.Family of that model_type"),
 }
 

@@ -25,6 +25,7 @@ from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.config.sections.memory import MemoryConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.metrics import MetricsConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.objective import ObjectiveConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
@@ -64,6 +65,8 @@ class Config(Section):
     """Training loss, told by its `kind`: next-token prediction, supervised fine-tuning or direct preference optimization; null: next-token
     prediction.
     """
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics of a batch, in addition to the metrics of the objective."""
     cluster: ClusterConfig | None = None
     """Machine that the run is for: planning compiles for it, and training checks that it has it; null: the devices that are found."""
     pipeline: PipelineConfig | None = None

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from maxlm.cost import efficiency
-from maxlm.hardware.chips import COUNTED, HBM_LATENCY_S, Chip, CpuSpeeds, MatmulFormat, matmul_flops_per_s
+from maxlm.hardware.chips import HBM_LATENCY_S, Chip, CpuSpeeds, MatmulFormat, matmul_flops_per_s
 from maxlm.hardware.xla_flags import FLAGS, VMEM
 from maxlm.hlo.cpu_work import cpu_dots, function_values, transposes
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes, works
@@ -106,7 +106,7 @@ class TpuPricing(_Pricing):
         name = op.name.split(".")[0]
         flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
         if grouped := efficiency.read(op, computation):
-            speed = COUNTED * self.chip.matmul_speed(format_of(kernel_operands(op, computation)))
+            speed = grouped.speed(self.chip, format_of(kernel_operands(op, computation)))
             return grouped.seconds(self.chip, moved, self.hbm, speed)
         if rounding := _ROUNDING.match(name):
             cycles = self.chip.reached.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)

@@ -105,6 +105,15 @@ class AttentionShare:
 
 
 @dataclass(frozen=True)
+class GroupedShares:
+    """Grouped matmuls of tokamax by part: share of the bf16 peak, rows that a boundary adds, speed of 8 bits relative to bf16."""
+
+    forward: tuple[float, int, float]
+    by_transpose: tuple[float, int, float]
+    transposed_dw: tuple[float, int, float]
+
+
+@dataclass(frozen=True)
 class Reached:
     """Shares of peak that programs for a TPU reach, as `facts.toml` explains them; the defaults are assumed for chips without an entry."""
 
@@ -116,6 +125,7 @@ class Reached:
     rounding_cycles: tuple[float, float] = (0.0, 0.0)
     group_edges: tuple[int, int] = (128, 300)
     library_edges: tuple[int, int] = (512, 1000)
+    tokamax_grouped: GroupedShares | None = None  # None: as `library_edges`
 
 
 @dataclass(frozen=True)
@@ -207,9 +217,10 @@ def _chip(row: Mapping[str, Any]) -> Chip:
 
 
 def _reached(value: Any) -> Any:
-    """A value of `reached`: pairs are tuples, and a table is attention's."""
+    """A value of `reached`: lists are tuples, and a table is of attention or, with a gradient of weights, of grouped matmuls."""
     if isinstance(value, dict):
-        return AttentionShare(**{name: tuple(pair) for name, pair in value.items()})
+        kind = GroupedShares if "transposed_dw" in value else AttentionShare
+        return kind(**{name: tuple(figures) for name, figures in value.items()})
     return tuple(value) if isinstance(value, list) else value
 
 

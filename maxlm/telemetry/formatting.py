@@ -192,6 +192,7 @@ def held_out_title(key: str) -> str:
 
 def _weights_and_set(key: str) -> str:
     kind, _, rest = key.partition("/")
+    kind = kind if kind.startswith(HELD_OUT) else kind.replace("eval", HELD_OUT, 1)
     return "/".join(part for part in (_average(kind), rest) if part)
 
 

@@ -83,7 +83,8 @@ class Event:
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)
-    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
+    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`;
+              of the section `metrics` in the same way `eval/METRIC`, `eval/METRIC/NAME`, `eval_ema/METRIC`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
               (their numbers), `seconds`, `passed_over` as above
@@ -118,11 +119,11 @@ class Event:
 
 
 def evaluated(event: Event) -> dict[str, Any]:
-    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME,
-    tasks/TASK/METRIC; {} of another event.
+    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME, the
+    same for each metric as eval/METRIC, and tasks/TASK/METRIC; {} of another event.
     """
     if event.kind == "eval":
-        return {name: value for name, value in event.data.items() if name.startswith("eval_loss")}
+        return {name: value for name, value in event.data.items() if name.startswith("eval")}
     tasks = event.data.get("tasks") if event.kind == "tasks" else None
     found = {}
     for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():

@@ -12,7 +12,7 @@ from maxlm.hardware.chips import CHIPS, Achieved, chip_named
 from maxlm.hardware.published_runs import COVERAGE, ROWS, RUNS, PublishedRun, correction, factor, left_out, read_runs, stated_error
 
 KINDS = [("TPUs", False), ("GPUs", False), ("TPUs", True)]
-DENSE, EXPERTS = 0.10, 0.25  # most that a stated error may be
+DENSE, EXPERTS = 0.10, 0.20  # most that a stated error may be
 
 
 @pytest.mark.parametrize(("family", "experts"), KINDS)

@@ -32,6 +32,7 @@ OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is
     "SignCompression": "one kind of `compression`",
     "LinearScaling": "one kind of `model.rope.scaling`",
     "IndependentDecayConfig": "the second form of `optimizer.weight_decay`, told apart by the name of its setting",
+    "MetricsConfig": "a package adds a section for each metric that it registers",
     "EmaConfig": "there, it turns the average on; its setting has a default",
     "NoiseScaleConfig": "there, it turns the measurement on; its setting has a default",
     "SkipConfig": "there, damaged chunks are skipped; its setting has a default",

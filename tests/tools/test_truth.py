@@ -62,7 +62,12 @@ def test_rows_without_a_program_keep_their_line_and_the_reason_for_their_error(t
     """A page written from a folder that lacks programs differs in its date and in the rows that it says are of an earlier day."""
     before = (truth.REPOSITORY / "docs" / "lab" / "truth.md").read_text(encoding="utf-8")
     after = truth._page(list(ROWS.values()), tmp_path)
-    new = [line for line in after.splitlines() if line and line not in before.splitlines()]
-    assert [line for line in new if not line.endswith("without")] == ["## Rows of an earlier day", new[-1]]
-    assert new[-1].startswith("By the prices of then: llama3.1-8b-v6e-8, ") and "llama3.1-8b-v6e-8 (+36%): Copies" in after
-    assert [line for line in before.splitlines() if line not in after.splitlines() and not line.endswith("without")] == []
+    dated = "without", "## Rows of an earlier day"
+    told = "By the prices of then: "
+
+    def kept(page):
+        return [line for line in page.splitlines() if line and not line.endswith(dated) and not line.startswith(told)]
+
+    assert kept(after) == kept(before)
+    (earlier,) = (line for line in after.splitlines() if line.startswith(told))
+    assert earlier.startswith(f"{told}llama3.1-8b-v6e-8, ") and "llama3.1-8b-v6e-8 (+36%): Copies" in after
