@@ -66,7 +66,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Events in their order: start, save, eval, alarm, stop ...; those of undone updates are left out."""
+        """Events in their order: start, save, eval, alarm, stop ...; events of undone updates are left out."""
         file = RunDirectory(self.path, primary=False).events
         found = (Event.from_item(item) for item in (read_objects(file) if file.is_file() else ()))
         return surviving([event for event in found if event is not None])
@@ -88,7 +88,7 @@ class Run:
 
     @plain_errors
     def model(self, step: int | None = None, *overrides: str, weights: str = "raw", context: int | None = None) -> Model:
-        """The model of a checkpoint; None: the newest. The other arguments are those of `Model.load`."""
+        """The model of a checkpoint; None: the newest. `Model.load` describes the other arguments."""
         return Model.load(self.path, *overrides, step=step, weights=weights, context=context)
 
     @plain_errors
