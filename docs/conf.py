@@ -32,6 +32,7 @@ html_theme = "sphinx_book_theme"
 html_title = "maxlm"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False

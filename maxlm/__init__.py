@@ -1,7 +1,7 @@
 """maxlm: pretraining for transformers in JAX.
 
-The names of `__all__` are the public API, described in docs/python.md; all else is private. They are imported on use, since most of them
-need jax. `__init__.pyi` has their types.
+The names of `__all__` are the public API, described in docs/reference/python.md; all else is private. They are imported on use, since
+most of them need jax. `__init__.pyi` has their types.
 """
 
 from importlib import import_module
