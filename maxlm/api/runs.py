@@ -65,7 +65,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Events in their order: start, save, eval, alarm, stop ...; those of undone updates are left out."""
+        """Events in their order: start, save, eval, alarm, stop ..., without events of undone updates."""
         return surviving(RunFolder(self.path).events)
 
     @property
@@ -85,7 +85,7 @@ class Run:
 
     @plain_errors
     def model(self, step: int | None = None, *overrides: str, weights: str = "raw", context: int | None = None) -> Model:
-        """The model of a checkpoint; None: the newest. The other arguments are those of `Model.load`."""
+        """The model of a checkpoint; None: the newest. The other arguments go to `Model.load`."""
         return Model.load(self.path, *overrides, step=step, weights=weights, context=context)
 
     @plain_errors

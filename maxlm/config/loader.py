@@ -285,7 +285,9 @@ def read_text(path: Path) -> str:
 def parse_saved(path: Path, text: str) -> Mapping[str, Any]:
     """Settings of a saved config as they are, unchecked. Raises UserError."""
     values = _parse(text, shorten(str(path)))
-    return values if isinstance(values, Mapping) else {}
+    if not isinstance(values, Mapping) or not values:
+        raise UserError(f"{shorten(str(path))} is damaged: it holds no sections such as `model:` and `train:`.")
+    return values
 
 
 def shipped() -> list[str]:

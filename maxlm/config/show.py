@@ -64,8 +64,8 @@ def _runs_compared(count: Count, names: tuple[str, str], warn: Callable[[str], N
         loaded = [load(name) for name in names]
         values = [_values(count, one) for one in loaded]
     except UserError as error:
-        warn(f"{error} The saved settings are compared as they are.")
         values = [dict(flatten(parse_saved(folder / RUN_CONFIG, text))) for folder, text in zip(folders, texts, strict=True)]
+        warn(f"{error} The saved settings are compared as they are.")
     mine, theirs = ({key: value for key, value in one.items() if key not in ("run.name", "run.dir")} for one in values)
     keys = [key for key in dict.fromkeys((*mine, *theirs)) if mine.get(key, MISSING) != theirs.get(key, MISSING)]
     versions = [writer_of(text) for text in texts]

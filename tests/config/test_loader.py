@@ -368,6 +368,19 @@ def test_two_runs_are_compared_side_by_side_with_the_versions_that_wrote_them(wr
     assert {tuple(line.split()) for line in lines} >= {("train.steps", "99", "10"), ("gone.away", "–", "3")}
 
 
+@pytest.mark.parametrize("damaged", [b"", b"[", b"- a", b"\xff\xfe", b"a: &a [*a]", b"model: {"])
+def test_a_damaged_run_is_compared_with_nothing(write, tmp_path, damaged, monkeypatch, capsys):
+    write(base=BASE)
+    whole, torn = run_folder(tmp_path / "one", dump(load("base").config)), run_folder(tmp_path / "two", "")
+    (tmp_path / "two" / "config.yml").write_bytes(damaged)
+    monkeypatch.setattr(sys, "argv", ["maxlm", "config", whole, "--diff", torn])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1), printed.err
+    assert "two/config.yml" in printed.err
+
+
 def test_a_run_that_another_version_wrote_is_read_with_a_note(write, tmp_path):
     write(base=BASE)
     base = dump(load("base").config)
