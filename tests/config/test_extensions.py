@@ -249,7 +249,7 @@ def test_a_declared_module_is_loaded_and_its_section_is_one_of_ours(tmp_path, ca
     assert (one.distribution, one.version, one.records) == ("my-ext", "1.5", ("mine",)) and len(one.digest) == 12
     text = show.as_text(lambda *_: {}, loaded)
     assert f"ext: my-ext 1.5, digest {one.digest}; registers mine" in text
-    assert json.loads(show.as_json(lambda *_: {}, loaded))["extension ext"][1] == "command line"
+    assert json.loads(show.as_json_text(lambda *_: {}, loaded))["extension ext"][1] == "command line"
     with pytest.raises(UserError, match=r"mine.every = 0 .*must be at least 1"):
         load_it("ext", settings=("mine.every=0",))
 
