@@ -20,7 +20,7 @@ def own_families() -> tuple[Family, ...]:
 
 
 def families() -> Mapping[str, Family]:
-    """All families by `model_type`, those of other packages last. Export takes the first that can state a model. Extensions that the
+    """All families by `model_type`, families of other packages last. Export takes the first that can state a model. Extensions that the
     command line names are loaded, since an import reads a config.json before any config of ours. Raises UserError.
     """
     extensions.load(extensions.accepted()[0], extensions.COMMAND_LINE)
