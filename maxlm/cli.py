@@ -119,7 +119,7 @@ def show_config(
     json_: Json = False,
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
-    from maxlm.config import load, show
+    from maxlm.config import show
     from maxlm.config.explain_setting import without_values
 
     if (answer := without_values(config, overrides or [], diff, explain, schema=schema, as_json=json_)) is not None:
@@ -127,11 +127,9 @@ def show_config(
         return
     if config is None:
         raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")
-    loaded = load(config, overrides or [], assume=True)
-    other = load(diff, assume=True) if diff is not None else None
     from maxlm.models import counts
 
-    typer.echo(show.as_json(counts, loaded, other) if json_ else show.as_text(counts, loaded, other))
+    typer.echo(show.answer(counts, config, overrides or [], diff, lambda line: typer.echo(f"note: {line}", err=True), as_json=json_))
 
 
 @app.command(name="compile")

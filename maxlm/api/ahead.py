@@ -30,7 +30,9 @@ from maxlm.planning.run_cost import Wanted
 
 
 class Expected(NamedTuple):
-    """A figure with the range in which nine of ten published runs lie. Of a time `low` is the best case, of a rate the worst."""
+    """A figure for the lowest, the middle and the highest time of a step, in a range in which nine of ten published runs lie: with the low
+    time goes the high rate.
+    """
 
     low: float
     middle: float

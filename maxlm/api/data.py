@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -45,7 +46,7 @@ class Data:
         if split not in SPLITS:
             raise UserError(f"split = {split} is neither of {' and '.join(SPLITS)}.")
         start_process()
-        found = open_data_on_all_hosts(config, Phases(Console(quiet=quiet)))
+        found = open_data_on_all_hosts(config, Phases(Console(quiet=quiet, force_jupyter=False, force_terminal=sys.stdout.isatty())))
         pipeline = found.train if split == "train" else found.held_out
         if pipeline is None:
             raise UserError("there are no held-out batches: set train.eval_batches above 0.")

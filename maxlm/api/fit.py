@@ -1,6 +1,7 @@
 """`maxlm.fit`: a whole training run, as `maxlm train` makes it."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def fit(
     """
     if not isinstance(config, Config):
         raise UserError('fit takes a config: fit(load_config("runs/quickstart")).')
-    phases = Phases(Console(quiet=quiet, force_jupyter=False))
+    phases = Phases(Console(quiet=quiet, force_jupyter=False, force_terminal=sys.stdout.isatty()))  # a notebook claims to be a terminal
     last = _Last()
     open_data = None
     if data is not None:

@@ -11,14 +11,15 @@ from maxlm.api.model import Model
 from maxlm.api.table import Table
 from maxlm.base.errors import error_kind
 from maxlm.base.paths import user_path
-from maxlm.base.strict_json import read_objects
+from maxlm.base.strict_json import is_finite
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.telemetry.course import surviving
-from maxlm.telemetry.observer import Event, is_step
+from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.runs.folder import RunFolder
 from maxlm.training.saved_run import SavedRun, open_run
 
 
@@ -50,26 +51,22 @@ class Run:
         """Records of updates, a row each: `step`, `loss`, `grad_norm`, `lr`, `tokens`, `tokens_per_s`, ... of the updates that count: those
         that a roll back or a restart has undone are left out.
         """
-        file = RunDirectory(self.path, primary=False).metrics
-        rows = {item["step"]: item for item in (read_objects(file) if file.is_file() else ()) if is_step(item.get("step"))}
-        last = load_run(self.path).last_step
-        return Table([rows[step] for step in sorted(rows) if step <= last])
+        rows = {record["step"]: record for record in RunFolder(self.path).records()}
+        return Table([rows[step] for step in sorted(rows)])
 
     @property
     def evaluations(self) -> Table:
         """Evaluations, a row each: `step` with `eval_loss`, `eval_loss/NAME` and `tasks/TASK/METRIC`."""
         rows: dict[int, dict[str, Any]] = {}
-        for name, series in load_run(self.path).evaluated.items():
-            for step, value in zip(series.steps_N.tolist(), series.values_N.tolist(), strict=True):
-                rows.setdefault(int(step), {"step": int(step)})[name] = value
+        for one in RunFolder(self.path).evaluations:
+            if is_finite(one.value):
+                rows.setdefault(one.step, {"step": one.step})[one.name] = one.value
         return Table([rows[step] for step in sorted(rows)])
 
     @property
     def events(self) -> list[Event]:
-        """Events in their order: start, save, eval, alarm, stop ...; those of undone updates are left out."""
-        file = RunDirectory(self.path, primary=False).events
-        found = (Event.from_item(item) for item in (read_objects(file) if file.is_file() else ()))
-        return surviving([event for event in found if event is not None])
+        """Events in their order: start, save, eval, alarm, stop ..., without events of undone updates."""
+        return surviving(RunFolder(self.path).events)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -88,7 +85,7 @@ class Run:
 
     @plain_errors
     def model(self, step: int | None = None, *overrides: str, weights: str = "raw", context: int | None = None) -> Model:
-        """The model of a checkpoint; None: the newest. The other arguments are those of `Model.load`."""
+        """The model of a checkpoint; None: the newest. The other arguments go to `Model.load`."""
         return Model.load(self.path, *overrides, step=step, weights=weights, context=context)
 
     @plain_errors

@@ -11,7 +11,7 @@ import copyreg
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
@@ -51,6 +51,7 @@ class LoadedConfig:
     config: Config
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    writer: str | None = None  # version of maxlm that wrote it, of the config in a run's folder; "" if the file does not say
 
     def source(self, key: str) -> str:
         """Source of `key`; `default` if it is not set."""
@@ -69,7 +70,8 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
         return _load(path, None, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
     with _naming_writer(path):
         folder = folder if folder.name and ".." not in folder.parts else folder.resolve()
-        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+        loaded = _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+        return _with_writer(loaded, path)
 
 
 def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool, shorten: bool) -> LoadedConfig:
@@ -186,6 +188,16 @@ def load_saved(folder: Path) -> Config:
         return load(str(file), any_mesh=True).config
 
 
+def _with_writer(loaded: LoadedConfig, path: Path) -> LoadedConfig:
+    """Add the version that wrote the saved config, and a note if this is another one."""
+    version = writer_of(read_file(path).decode())
+    if version == maxlm.__version__:
+        return replace(loaded, writer=version)
+    wrote = f"maxlm {version}" if version else "a version of maxlm that it does not name"
+    note = f"{path} was written by {wrote}, and this is {maxlm.__version__}: settings that it lacks have the defaults of this version"
+    return replace(loaded, notes=(*loaded.notes, note), writer=version or "")
+
+
 def writer_of(text: str) -> str | None:
     """Version of maxlm that wrote the saved config with this text; None if it does not say."""
     first = text.partition("\n")[0]
@@ -255,6 +267,27 @@ def find(name: str) -> Path:
     kind = next(filter(None, map(irregular, candidates)), "")
     problem = f"is a folder without {RUN_CONFIG}" if kind == "a folder" else f"is {kind}" if kind else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
+
+
+def is_run(name: str) -> bool:
+    """True if the config `name` is the folder of a run."""
+    return find(name) == Path(expand_home(name)) / RUN_CONFIG
+
+
+def read_text(path: Path) -> str:
+    """Text of a config file. Raises UserError."""
+    try:
+        return read_file(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise error_kind(error)(f"{shorten(str(path))} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
+
+
+def parse_saved(path: Path, text: str) -> Mapping[str, Any]:
+    """Settings of a saved config as they are, unchecked. Raises UserError."""
+    values = _parse(text, shorten(str(path)))
+    if not isinstance(values, Mapping) or not values:
+        raise UserError(f"{shorten(str(path))} is damaged: it holds no sections such as `model:` and `train:`.")
+    return values
 
 
 def shipped() -> list[str]:

@@ -66,6 +66,26 @@ class ResidualFacts(NamedTuple):
     norms_output: bool = False  # the output of a sublayer is normed before it is added
 
 
+class ReaderFacts(NamedTuple):
+    """Files that a reader of documents reads, and how it is called.
+
+    `access`: what it gets. stream: (`maxlm.documents.stream.ByteStream` of UTF-8 text, `maxlm.documents.records.Wanted`); file: (path,
+    binary file that can seek, its size, Wanted); local: (path on this machine, size, Wanted).
+    """
+
+    suffixes: tuple[str, ...] = ()  # of names, in lower case with their dot
+    magic: bytes = b""  # first bytes that belong to this format alone
+    whole: bool = False  # a file is one document
+    fields: bool = False  # records have fields: conversations can be read
+    access: Literal["stream", "file", "local"] = "stream"
+
+
+class SourceFacts(NamedTuple):
+    """Documents of a source."""
+
+    fields: bool = True  # files of it may have fields, one of which `data.prepare.text_field` names
+
+
 class NoFacts(NamedTuple):
     """A kind of part without properties that other files read."""
 
@@ -73,6 +93,11 @@ class NoFacts(NamedTuple):
 def one(value: Any) -> Iterable[str]:
     """Name of the part that is a setting's value."""
     return (value,)
+
+
+def sources(entries: Any) -> Iterable[str]:
+    """Names before a colon in a list of sources; a name that no part has is a path."""
+    return tuple(entry.partition(":")[0] for entry in entries if "://" not in entry)
 
 
 def mixers(pattern: Any) -> Iterable[str]:
@@ -92,7 +117,7 @@ class Kind:
     `setting`: dotted setting that names a part; empty: no setting of a config does. `home`: section with a field of the part's name for
     the part's own settings; empty: the part has no section, or as of objectives the section holds the setting itself. `interface`: what
     the place must hold, in words. `names`: names of parts in a value of the setting. `default`: part where the setting is absent.
-    `by_section`: a part is chosen by its own section, which it must have, in place of a setting.
+    `by_section`: a part is chosen by its own section, which it must have, in place of a setting. `settings`: a part may have a section.
     """
 
     noun: str
@@ -103,6 +128,7 @@ class Kind:
     names: Callable[[Any], Iterable[str]] = one
     default: str = ""
     by_section: bool = False
+    settings: bool = True
 
     def chosen(self, config: BaseModel) -> Iterable[str]:
         """Names of the parts that a config chooses."""
@@ -137,6 +163,15 @@ KINDS: Mapping[str, Kind] = {
         "a residual rule", "a class derived from maxlm.models.residual.ResidualRule", "model.norm_position", "model", ResidualFacts
     ),
     "metric": Kind("a metric", "a class derived from maxlm.objectives.BatchMetric", home="metrics", by_section=True),
+    "source": Kind(
+        "a source of documents",
+        "a function: the text after `NAME:` in an entry -> list of maxlm.documents.files.SourceFile",
+        "data.prepare.sources",
+        facts=SourceFacts,
+        names=sources,
+        settings=False,
+    ),
+    "reader": Kind("a reader of documents", "a function as maxlm.config.part.ReaderFacts describes", facts=ReaderFacts, settings=False),
     "family": Kind("a Hugging Face family", "a maxlm.interop.families.Family of that model_type"),
 }
 

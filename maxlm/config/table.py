@@ -30,6 +30,7 @@ PLACES = ("transforms", "update", "placement", "probes", "readers", "opening", "
 RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+_WORD = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)  # of a part without settings
 _PLACE = re.compile(r"[\w.]+:\w+")
 NO_SECTION = "no class derived from maxlm.config.fields.Section; derive it"
 
@@ -86,7 +87,7 @@ def _misfit_part(one: Part) -> str:
     if not isinstance(one.kind, str) or one.kind not in KINDS:
         return f"there is no such kind of part; use {either(list(KINDS))}"
     kind, others = KINDS[one.kind], [known.name for known in choices.parts(one.kind)]
-    if not isinstance(one.name, str) or not _NAME.fullmatch(one.name):
+    if not isinstance(one.name, str) or not (_NAME if kind.settings else _WORD).fullmatch(one.name):
         return "its name is no value of a setting; use lower-case letters, digits and _"
     if one.name in others:
         return f"{kind.noun} of that name is known already; choose another name, and register once"
@@ -96,7 +97,7 @@ def _misfit_part(one: Part) -> str:
         return f"facts = {quoted(str(one.facts))} are of another kind; use maxlm.config.part.{kind.facts.__name__}(...)"
     if one.section is not None and not (isinstance(one.section, type) and issubclass(one.section, Section)):
         return f"section = {quoted(str(one.section))} is {NO_SECTION}"
-    if one.section is not None and not (kind.setting or kind.by_section):
+    if one.section is not None and not (kind.settings and (kind.setting or kind.by_section)):
         return f"{kind.noun} has no section in a config; leave it out"
     if kind.by_section and one.section is None:
         return f"{kind.noun} is chosen by its section, which is missing; give one, without settings if it has none"

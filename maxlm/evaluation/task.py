@@ -15,13 +15,13 @@ from maxlm.base.errors import UserError, error_kind, shorten, show
 from maxlm.base.paths import check_run_name, open_regular, user_path
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
-from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
+from maxlm.documents.formats import COMPRESSED, facts_of, format_by_name
 from maxlm.evaluation import template
 
 MOST_BYTES = 2**16  # of a task file
 MOST_LINE = 2**26  # bytes of an item
 FOLDER = "tasks"  # under configs/
-JSONL = (*SUFFIXES["jsonl"], ".json")
+JSONL = (*facts_of("jsonl").suffixes, ".json")
 
 
 class Item(NamedTuple):

@@ -52,9 +52,7 @@ class Forward:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config = config.model_copy(update={"model": config.model.dropless})  # what is dropped depends on the other tokens of a row
         self._mesh, model = mesh, self._config.model
-        self._rows = math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
-        parts = math.prod(mesh.shape.get(axis, 1) for axis in ("context", "tensor", "stage"))
-        self._unit = math.lcm(2 * mesh.shape.get("context", 1), parts)
+        self._multiples = _multiples(mesh)
         precision, strategy = config.precision, config.mesh.context_attention
 
         def run(params: Parameters, model_state: Parameters, *inputs: Array) -> Array:
@@ -72,14 +70,20 @@ class Forward:
         most = self._config.model.max_seq_len
         if most is not None and length > most:
             raise UserError(f"{length:,} tokens are above model.learned_positions.max_seq_len = {most:,}: give fewer.")
-        shape = (-(-rows // self._rows) * self._rows, -(-length // self._unit) * self._unit)
-        room = [(0, whole - own) for whole, own in zip(shape, (rows, length), strict=True)]  # so that the mesh splits it evenly
+        room = [(0, -size % multiple) for size, multiple in zip((rows, length), self._multiples, strict=True)]
+        shape = (rows + room[0][1], length + room[1][1])
         positions_BS = np.arange(shape[1], dtype=np.int32)[None].repeat(shape[0], 0)
         arrays = np.pad(tokens_BS.astype(np.int32), room), positions_BS, np.pad(np.ones((rows, length), np.int32), room)
         split = NamedSharding(self._mesh, partition_spec(("batch", "seq"), shape, self._mesh, "batch"))
         with jax.set_mesh(self._mesh):
             inputs = (jax.make_array_from_callback(shape, split, array.__getitem__) for array in arrays)
             return self._run(params, model_state, *inputs)[:rows, :length]
+
+
+def _multiples(mesh: Mesh) -> tuple[int, int]:
+    """Numbers that divide the rows, and the length, of arrays that the mesh splits evenly."""
+    parts = math.prod(mesh.shape.get(axis, 1) for axis in ("context", "tensor", "stage"))
+    return math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh)), math.lcm(2 * mesh.shape.get("context", 1), parts)
 
 
 def default_inputs(tokens_BS: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
@@ -103,6 +107,7 @@ class LanguageModule(nnx.Module):
         variables = jax.tree.leaves(self.decoder, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         for variable, spec in zip(variables, specs, strict=True):
             variable.set_metadata(out_sharding=(*spec, *[None] * (variable.ndim - len(spec))))
+        self.multiples = _multiples(mesh)
         self.mesh, self.precision, self.strategy = mesh.abstract_mesh, config.precision, config.mesh.context_attention
 
     def __call__(
@@ -110,8 +115,11 @@ class LanguageModule(nnx.Module):
     ) -> Float[Array, "B S V"]:
         """Logits in float32. Positions count from 0 in each row, and each row is one document, if they are not given."""
         positions, segments = default_inputs(tokens_BS)
-        inputs = tokens_BS, positions if positions_BS is None else positions_BS, segments if segment_ids_BS is None else segment_ids_BS
-        return _logits(self.decoder, self.mesh, self.precision, self.strategy, *inputs)
+        given = tokens_BS, positions if positions_BS is None else positions_BS, segments if segment_ids_BS is None else segment_ids_BS
+        rows, length = tokens_BS.shape
+        room = [(0, -size % multiple) for size, multiple in zip((rows, length), self.multiples, strict=True)]
+        inputs = [jnp.pad(array, room) for array in given]  # with segment 0, which is padding
+        return _logits(self.decoder, self.mesh, self.precision, self.strategy, *inputs)[:rows, :length]
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))  # also of a call outside of `jax.jit`: parts of the forward pass are maps over some mesh axes

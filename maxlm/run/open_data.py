@@ -63,7 +63,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     def open_here() -> OpenedData:
         if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
-            _prepare(config.data, progress=not phases.console.quiet)
+            _prepare(config.data, progress=phases.console.is_terminal)
         with phases("reading the data"):
             opened = open_data(config)
         frozen.check_unchanged(digests(opened))

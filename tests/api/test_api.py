@@ -165,6 +165,7 @@ def test_module_is_what_a_user_of_flax_expects(model):
     graph, state = nnx.split(module)
     assert np.allclose(nnx.jit(lambda module, tokens: module(tokens))(module, tokens), wanted, atol=1e-5)
     assert np.allclose(nnx.merge(graph, state)(tokens), wanted, atol=1e-5)
+    assert np.allclose(module(tokens[:1, :5]), wanted[:1, :5], atol=1e-5), "one row, which eight devices do not split"
     gradient = nnx.grad(lambda module: module(tokens).mean())(module)
     assert {"decoder"} == set(state) and float(abs(gradient["decoder"]["embedding_VD"][...]).max()) > 0
     parameters = nnx.state(module, nnx.Param)

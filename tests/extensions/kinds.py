@@ -1,6 +1,7 @@
 """A package by a stranger with a small part of each kind that has no package of its own in this folder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ from jaxtyping import Array
 
 from maxlm.base.metric import Metric
 from maxlm.config.fields import PositiveFloat, Section
-from maxlm.config.part import Part
+from maxlm.config.part import Part, ReaderFacts
+from maxlm.documents.files import SourceFile
+from maxlm.documents.records import Record, Wanted
+from maxlm.documents.stream import ByteStream
 from maxlm.objectives import BatchMetric, ModelOutput
 
 
@@ -38,3 +42,20 @@ class Surprise(BatchMetric):
 
 
 METRIC = Part(kind="metric", name="surprise", place="extensions.kinds:Surprise", section=SurpriseConfig, about="Surprising tokens.")
+
+
+def read_blocks(stream: ByteStream, wanted: Wanted) -> Iterator[Record]:
+    """Texts between lines of dashes."""
+    for number, text in enumerate(b"".join(stream.rest()).split(b"\n---\n"), 1):
+        if text == b"broken":
+            raise KeyError("oops")
+        yield Record(number, "block", text, {"n": number})
+
+
+def two_files(argument: str) -> list[SourceFile]:
+    """The files a and b of a folder."""
+    return [SourceFile(str(path), path.stat().st_size, "", path.name) for path in sorted(Path(argument).glob("[ab].*"))]
+
+
+READER = Part(kind="reader", name="blocks", place="extensions.kinds:read_blocks", facts=ReaderFacts((".blocks",)), about="Texts.")
+SOURCE = Part(kind="source", name="two-files", place="extensions.kinds:two_files", about="Two files of a folder.")

@@ -14,7 +14,7 @@ import maxlm
 from maxlm import cli
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report.load import load_run
-from maxlm.telemetry.runs import tables
+from maxlm.telemetry.runs import query, tables
 from maxlm.telemetry.runs.folder import RunFolder, last_object
 from maxlm.telemetry.runs.listing import find_runs, rows_of
 
@@ -100,6 +100,15 @@ def test_figures_are_those_of_the_report(runs):
         assert row["loss"] == report.get("loss").values_N[-1]
         assert row["seconds"] == report.ledger.wall_s
         assert row["best_eval_loss"] == report.eval_loss.values_N.min()
+
+
+def test_the_python_api_and_the_tables_read_the_same(ask, runs):
+    path = runs / "a" / "small"
+    run = maxlm.Run(path)
+    rows = rows_for(ask, "select step, loss from metrics order by step", path)
+    assert [(row["step"], row["loss"]) for row in rows] == list(zip(run.metrics["step"], run.metrics["loss"], strict=True))
+    assert [row["eval_loss"] for row in run.evaluations] == [2.9, 3.0]
+    assert [event.kind for event in run.events] == ["start", "eval", "eval", "stop"]
 
 
 def test_columns_are_chosen(ask, runs):
@@ -282,3 +291,11 @@ def test_a_listing_imports_no_jax(runs):
     environment = {**os.environ, "PYTHONPATH": str(Path(maxlm.__file__).resolve().parents[1])}
     answer = subprocess.run([sys.executable, "-c", code, "runs", str(runs)], capture_output=True, text=True, env=environment, check=False)
     assert answer.returncode == 0, answer.stderr
+
+
+def test_a_query_that_needs_more_memory_than_it_may_is_one_line(ask, monkeypatch, tmp_path, record):
+    write_run(tmp_path / "r", record)
+    monkeypatch.setattr(query, "host_memory", lambda: 2 * 60e6)
+    code, out, err = ask("query", "select count(distinct repeat(i::varchar, 1000)) from range(10000000) t(i)", tmp_path)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and "name fewer runs" in err, err

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, Strict
+from pydantic import AfterValidator, Field, JsonValue, Strict
 
+from maxlm.base.paths import readable
 from maxlm.config.capability import Capability, Inert, Problems
-from maxlm.config.choices import parts
+from maxlm.config.choices import names, parts
 from maxlm.config.fields import Float, Positive, ReadPath, Section, Text
 from maxlm.config.part import ObjectiveFacts
 from maxlm.hardware.topologies import either
@@ -105,11 +106,18 @@ class PreferencesConfig(Section):
     """
 
 
+def _source(entry: str) -> str:
+    """A name of a part, alone or before a colon and text that it reads; else as `maxlm.base.paths.readable`."""
+    return entry if entry.partition(":")[0] in names("source") else readable(entry)
+
+
 class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
-    sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]
-    """Texts to tokenize: files, folders, globs or URLs; `python-stdlib` stands for the sources of Python's standard library."""
+    sources: Annotated[tuple[Annotated[Text, AfterValidator(_source)], ...], Field(min_length=1)]
+    """Texts to tokenize: files, folders, globs or URLs; `python-stdlib` stands for the sources of Python's standard library. A
+    package may add such names, and text after a colon that it reads.
+    """
     text_field: Text = "text"
     """Field that holds the text of documents in JSON, CSV, Parquet and ArrayRecord files."""
     conversations: Annotated[PromptResponseConfig | ChatConfig | PreferencesConfig, Field(discriminator="kind")] | None = None
@@ -121,9 +129,6 @@ class PrepareConfig(Section):
     """Tokenizer of the store: an existing file, or a byte-level BPE that is trained on the sources."""
     workers: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0
     """Processes that tokenize; 0: one for each core. Unit: processes."""
-
-
-STDLIB = "python-stdlib"  # the one source of data.prepare that is no file  # the one source of data.prepare that is no file
 
 
 # Kinds of `data.prepare.conversations` that make a store of this content.
@@ -150,8 +155,9 @@ def _inert(prepare: PrepareConfig) -> Iterator[Inert]:
             yield Inert(field, f"data.prepare.tokenizer.path = {prepare.tokenizer.path} is trained already", "remove the path")
     if prepare.conversations is not None:
         yield Inert("data.prepare.text_field", "data.prepare.conversations names the fields", "remove data.prepare.conversations")
-    if set(prepare.sources) == {STDLIB}:
-        yield Inert("data.prepare.text_field", f"{STDLIB} has no fields", "add other sources")
+    bare = {one.name for one in parts("source") if not one.facts.fields}
+    if {entry.partition(":")[0] for entry in prepare.sources} <= bare:
+        yield Inert("data.prepare.text_field", f"{' and '.join(prepare.sources)} has no fields", "add other sources")
 
 
 CAPABILITY = Capability(key="data.prepare", rules=(_objective_of_store,), inert=_inert)

@@ -47,11 +47,11 @@ class RunFolder:
 
     @cached_property
     def events(self) -> list[Event]:
-        """All events, those of undone updates included."""
+        """All events, also of undone updates."""
         return [event for item in self._objects(self.files.events) if (event := Event.from_item(item)) is not None]
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Records as they come in the file; those of undone updates have been dropped from it. Of several records of a step the last one
+        """Records as they come in the file, which holds none of undone updates. Of several records of a step the last one
         counts: the others are of an attempt that was killed.
         """
         return self._objects(self.files.metrics)
