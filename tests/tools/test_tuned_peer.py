@@ -292,6 +292,17 @@ def test_a_program_is_scheduled_once(tmp_path):
     maxtext_schedule.schedule_missing(python, {"a": wanted["a"]}, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("flags", "given"), [((), []), (("--x=1", "--y=2"), ["compile_xla_flags=--x=1 --y=2"])])
+def test_machine_code_is_compiled_with_its_flags(tmp_path, flags, given):
+    """MaxText refuses an empty setting."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ $# = 2 ] && echo /maxtext && exit\nshift 2\nfile=$1\nshift\nprintf "%s\\n" "$@" > "$file"\n')
+    python.chmod(0o755)
+    maxtext_schedule.compile_whole(python, ("compile_topology=v5e-8",), flags, tmp_path / "a.hlo")
+    arguments = (tmp_path / "a.hlo").read_text().splitlines()
+    assert "compile_topology=v5e-8" in arguments and [one for one in arguments if one.startswith("compile_xla_flags")] == given
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
