@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off
 
-.PHONY: help train test suite lint soak gpu-compiler clean
+.PHONY: help train test suite lint soak docs gpu-compiler clean
 help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
 	@echo "make test    all checks: lint, and every test that is not a soak; ARGS='tests/x -k y': those tests alone"
 	@echo "make lint    ruff, mypy, the layering contracts and shellcheck"
 	@echo "make soak    the slow tests, also in fourteen parts (tools/soaks.py); ARGS as for test"
+	@echo "make docs    the documentation as a site, in build/docs; any warning fails it"
 	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
 
@@ -25,6 +26,10 @@ suite:
 
 soak: .venv/gpu-compiler
 	$(BIN)/python $(if $(ARGS),-m pytest -m soak -o timeout=0 -o faulthandler_timeout=0 $(ARGS),tools/soaks.py)
+
+docs: .venv/installed-docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 gpu-compiler: .venv/gpu-compiler
 
@@ -49,6 +54,10 @@ clean:
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	@$(INSTALL) --editable '.[test]'
+	@touch $@ .venv/installed
+
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	@$(INSTALL) --editable '.[docs]'
 	@touch $@ .venv/installed
 
 # Apart from the other packages: jax looks for a GPU wherever it finds its plugin. Without it, tests that compile for GPUs are skipped.

@@ -167,7 +167,7 @@ read_secrets() {
     value=$(gcloud secrets versions access latest --secret="${pair#*=}") # its own line: an error must end the script
     export "${pair%%=*}=$value"
   done
-  # The hosts of a run share it, so that no stranger takes part (docs/clusters.md).
+  # The hosts of a run share it, so that no stranger takes part (docs/how-to/many-hosts.md).
   MAXLM_CLUSTER_SECRET=${MAXLM_CLUSTER_SECRET:-$(gcloud storage cat "$BUCKET/$RUN/cluster-secret")}
   export MAXLM_CLUSTER_SECRET
 }

@@ -1,7 +1,7 @@
 """Print the progress of a run in a line: `progress.py FOLDER`, a run directory, whose metrics.jsonl may be cut to its last lines.
 
 Goodput is the share of all time since the first start, waiting for machines included, that went into steps that count; what took most of
-the rest follows it (docs/ledger.md).
+the rest follows it (docs/explanation/ledger.md).
 """
 
 import sys

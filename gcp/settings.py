@@ -147,7 +147,7 @@ def describe(config: Config, machine: Machine, *, gke: bool, queued: bool) -> di
         raise ConfigError("cluster.topology", topology.name, "is a shape that Cloud TPU has no name for", f"use one of {shapes}, or --gke")
     if machine.api == "gke" and not gke:
         raise UserError(
-            f"{machine.name} is not lent as Cloud TPU VMs, only through Kubernetes: add --gke and --image IMAGE (docs/cloud.md)."
+            f"{machine.name} is not lent as Cloud TPU VMs, only through Kubernetes: add --gke and --image IMAGE (docs/how-to/cloud.md)."
         )
     if not tpu and topology.sides[-1] != GPUS_A_VM:
         raise ConfigError("cluster.topology", topology.name, f"{machine.name} has {GPUS_A_VM} GPUs", f"end it with x{GPUS_A_VM}")

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
-from maxlm.command_line import run_app
+from maxlm.command_line import run_app, weights_kind
+from maxlm.config import extensions
+from maxlm.telemetry.runs import command as runs_command
 
 if TYPE_CHECKING:
     from maxlm.hardware.prices import Term
@@ -55,15 +57,6 @@ Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help=
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _weights(kind: str) -> str:
-    from maxlm.config.table import weights_kinds
-    from maxlm.hardware.topologies import either
-
-    if kind not in weights_kinds():
-        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
-    return kind
-
-
 def _say_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"maxlm {maxlm.__version__}")
@@ -73,8 +66,16 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and stop.")] = False,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Load an extension with any command (docs/how-to/extensions.md). Repeatable."),
+    ] = None,
+    extension_path: Annotated[
+        list[str] | None, typer.Option(metavar="DIR", help="A folder with extensions that a config may name. Repeatable.")
+    ] = None,
 ) -> None:
     """Pretrain transformers in JAX, from a laptop to a TPU pod."""
+    extensions.accept(extension or (), extension_path or ())
 
 
 @app.command()
@@ -94,19 +95,9 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     phases = Phases(Console())
     with phases("importing libraries"):
         _split_cpu(devices)
-        from maxlm.inference.text import print_samples
-        from maxlm.run.run import run_training
+        from maxlm.api.training import train as run
 
-        tasks: Any = None
-        if settings.evaluation is not None:
-            from maxlm.evaluation.while_training import TrainingTasks
-
-            tasks = TrainingTasks
-        predictor: Any = None
-        if settings.cost is not None and settings.cost.calibration is not None:
-            from maxlm.cost.prediction import predictor
-
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
+    raise typer.Exit(run(settings, phases, cluster).code)
 
 
 def _split_cpu(devices: int | None) -> None:
@@ -118,19 +109,27 @@ def _split_cpu(devices: int | None) -> None:
 
 @app.command(name="config")
 def show_config(
-    config: ConfigName,
+    config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Explain a setting or a section instead, such as mesh.fsdp; CONFIG may be left out.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs, for editors; without CONFIG.")] = False,
     json_: Json = False,
 ) -> None:
     """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
-    from maxlm.config import load, show
+    from maxlm.config import show
+    from maxlm.config.explain_setting import without_values
 
-    loaded = load(config, overrides or [], assume=True)
-    other = load(diff, assume=True) if diff is not None else None
+    if (answer := without_values(config, overrides or [], diff, explain, schema=schema, as_json=json_)) is not None:
+        typer.echo(answer)
+        return
+    if config is None:
+        raise UserError("maxlm config needs a CONFIG, such as runs/quickstart; only --explain and --schema go without.")
     from maxlm.models import counts
 
-    typer.echo(show.as_json(counts, loaded, other) if json_ else show.as_text(counts, loaded, other))
+    typer.echo(show.answer(counts, config, overrides or [], diff, lambda line: typer.echo(f"note: {line}", err=True), as_json=json_))
 
 
 @app.command(name="compile")
@@ -141,7 +140,10 @@ def compile_(
     slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     machine_code: Annotated[
-        bool, typer.Option("--machine-code", help="For TPUs, make it too: minutes instead of seconds; finds kernels that the chip refuses.")
+        bool,
+        typer.Option(
+            "--machine-code", help="For TPUs, make it too, in minutes: adds XLA's own cycles, finds kernels that the chip refuses."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:
@@ -168,7 +170,7 @@ def plan_(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Compile a few layouts only, in seconds to a minute for a small model.")] = False,
-    prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
+    prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given.")] = None,
     buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
     days_at_most: Annotated[
@@ -374,7 +376,7 @@ def generate(
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
         found = generate_from_run(
-            run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype, chat=chat, special=special
+            run_dir, texts, sampler, step, of=weights_kind(weights, run_dir), overrides=mesh, dtype=dtype, chat=chat, special=special
         )
     for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
         if len(texts) > 1:
@@ -425,7 +427,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""
-    of = _weights(weights)
+    of = weights_kind(weights, run_dir)
     if adapter and (dtype, shard_size, quantize) != ("float32", "5GB", None):
         raise UserError("--adapter writes one file of float32: leave --dtype, --shard-size and --quantize out.")
     from maxlm.interop.exporting import export_model
@@ -464,7 +466,7 @@ def eval_(
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks."""
-    of = _weights(weights)
+    of = weights_kind(weights, model)
     from maxlm.evaluation.eval_command import evaluate
     from maxlm.run.jax_setup import enable_compilation_cache, select_platform
     from maxlm.telemetry.log import RunLog
@@ -485,7 +487,7 @@ def average(
     weights: Weights = "raw",
 ) -> None:
     """Average the last checkpoints of a run into a model that can be used like any."""
-    of = _weights(weights)
+    of = weights_kind(weights, run_dir)
     named = [part.strip() for part in steps.split(",")] if steps is not None else []
     if wrong := [part for part in named if not (part.isascii() and part.isdigit() and len(part) < 10)]:
         raise UserError(f"--steps: {wrong[0]!r} is not a step: give numbers with commas between them, such as 1000,2000.")
@@ -524,6 +526,10 @@ def report(
     from maxlm.telemetry.report import check_place, default_place, write_report
 
     typer.echo(printable(str(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))))
+
+
+app.command(name="runs")(runs_command.runs)
+app.command(name="query")(runs_command.query)
 
 
 @app.command()
@@ -568,7 +574,7 @@ def launch(
         raise UserError(f"--backoff {backoff} is not a number of seconds: give one such as 5.")
     from maxlm.supervision.launch import Supervisor
 
-    program = [sys.executable, "-m", "maxlm", *command]
+    program = [sys.executable, "-m", "maxlm", *extensions.arguments(), *command]
     raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 from difflib import get_close_matches
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from maxlm.base.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
 from maxlm.base.transient import is_transient
 from maxlm.cluster import progress_file
+from maxlm.config import extensions
 
 CTRL_C = 130  # exit code of typer after it
 
@@ -44,7 +46,7 @@ def _run(app: typer.Typer) -> int | None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
     try:
-        code: int | None = app(standalone_mode=False)
+        code: int | None = app(args=extensions.options_first(sys.argv[1:]), standalone_mode=False)
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # raised by typer
             raise ended.__context__ from None
@@ -90,6 +92,19 @@ def settings_named(name: str) -> list[str]:
         if name in (key, last) or words <= set(last.split("_")):
             ranked.setdefault((optional, int(name not in (key, last)), depth), []).append(key)
     return ranked[min(ranked)] if ranked else []
+
+
+def weights_kind(kind: str, run: Path) -> str:
+    """Return `kind` if the run in the folder `run` may have such weights, of which its extensions register some. Raises UserError."""
+    from maxlm.config.loader import RUN_CONFIG, load_saved
+    from maxlm.config.table import weights_kinds
+    from maxlm.hardware.topologies import either
+
+    if kind not in weights_kinds() and (run / RUN_CONFIG).is_file():
+        load_saved(run)  # and its extensions
+    if kind not in weights_kinds():
+        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
+    return kind
 
 
 def _value_of(option: str) -> str:

@@ -101,7 +101,7 @@ class Case:
         groups = int(choice["mesh"].removeprefix("expert ")) if choice["mesh"] != "fsdp" else 1
         devices = self.machine.devices
         mesh = {"fsdp": devices // groups, "expert": groups} if groups > 1 else {"fsdp": devices}
-        return Row(self.name, self.topology, mesh, settings, flags, "docs/benchmarks.md")
+        return Row(self.name, self.topology, mesh, settings, flags, "docs/lab/benchmarks.md")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Copy the rows of two pages to maxlm/hardware/published_runs.toml, from which estimates are corrected.
 
-    python tools/published_runs.py      after tools/truth.py or truth_gpu.py; also writes the tables of corrections in docs/truth.md
+    python tools/published_runs.py      after tools/truth.py or truth_gpu.py; also writes the tables of corrections in docs/lab/truth.md
 
 Rows of TPUs are programs that were compiled: what the analytic model misses is no part of a correction of compiled steps.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from maxlm.hardware.chips import CHIPS
 from maxlm.hardware.published_runs import ROWS, PublishedRun, correction, left_out
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs" / "truth.md"
+PAGE = REPOSITORY / "docs" / "lab" / "truth.md"
 ROWS_MARKS = "run = [\n", "]\n"
 PAGE_MARKS = "<!-- tools/published_runs.py writes from here -->\n", "<!-- to here -->\n"
 PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml"}
@@ -34,7 +35,7 @@ def rows() -> list[PublishedRun]:
     found, mfus = [], {row.name: row.published_mfu for row in read_rows()}
     for page, file in PAGES.items():
         entries = _entries(YAML(typ="safe", pure=True).load(Path(__file__).with_name(file)))
-        text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+        text = (REPOSITORY / "docs" / "lab" / page).read_text(encoding="utf-8")
         hosts = {row["name"]: float(row["host"]) for row in HOST.finditer(text)}
         for line in text.splitlines():
             if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds
@@ -88,7 +89,7 @@ def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
                     if errors
                     else "none"
                 )
-                yield f"| {found.of} | {found.own} | {found.middle:.3f} | {low:.2f} to {high:.2f} | {checked} |\n"
+                yield f"| {found.of} | {found.own} | {found.middle:.3f} | ±{found.error:.0%}: {low:.2f} to {high:.2f} | {checked} |\n"
     yield "\n| run | chip | published s | predicted without it s | error |\n|---|---|---|---|---|\n"
     for run in runs:
         error = missed[run.name]
@@ -104,6 +105,7 @@ def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:
 
 def main() -> int:
     """Write the rows and the table, and print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     runs = rows()
     for path, marks, lines in ((ROWS, ROWS_MARKS, toml(runs)), (PAGE, PAGE_MARKS, table(runs))):
         path.write_text(between(path.read_text(encoding="utf-8"), marks, lines), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Compile every recipe under configs/runs for its machine, and write time, memory and price of its step to docs/recipes.md, and a sentence
-on each to docs/truth.md.
+"""Compile every recipe under configs/runs for its machine, and write time, memory and price of its step to docs/lab/recipes.md, and a
+sentence on each to docs/lab/truth.md.
 
     python tools/recipes.py [NAME ...]      compile those that changed since their figures, smallest first; Ctrl-C keeps what is done
     python tools/recipes.py --missing       compile only those without figures
-    python tools/recipes.py --page          compile nothing: both pages from docs/recipes.json
+    python tools/recipes.py --page          compile nothing: both pages from docs/lab/recipes.json
 
-A recipe has changed if its config, the sources of maxlm and its kernels, jax or libtpu have. docs/recipes.json keeps the figures of each,
-with their day.
+A recipe has changed if its config, the sources of maxlm and its kernels, jax or libtpu have. docs/lab/recipes.json keeps the figures of
+each, with their day.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from maxlm.run.consistency import code_digest  # noqa: E402
 from maxlm.telemetry.formatting import count, duration, money, percent  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FIGURES, PAGE, TRUTH = (REPOSITORY / "docs" / name for name in ("recipes.json", "recipes.md", "truth.md"))
+FIGURES, PAGE, TRUTH = (REPOSITORY / "docs" / "lab" / name for name in ("recipes.json", "recipes.md", "truth.md"))
 MARKS = "<!-- tools/recipes.py writes from here -->\n", "<!-- to here -->\n"
 BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)b(?!\w)")  # of parameters, in the name of a row
 RECIPE = re.compile(r"(?P<model>.+?)-(?:\d+x-)?(?:v\d|tpu)\w*-\d+(?:-int8|-fp8)?")
@@ -52,24 +52,24 @@ TOKENS = 1e12  # that the last columns are of
 HEAD = f"""# Recipes
 
 Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. Each training step was scheduled by XLA for its machine, without
-machine code ([schedule.md](schedule.md)), on the day of the last column; rows of earlier days are of the code of then. Nothing was measured
-on a chip.
+machine code ([how](../explanation/compiled-steps.md)), on the day of the last column; rows of earlier days are of the code of then. Nothing
+was measured on a chip.
 
     python tools/recipes.py          compiles again what has changed, and writes this page
 
 | column | |
 |---|---|
-| step, MFU | expected, with the range: the estimate corrected by published runs ([truth.md](truth.md#what-estimates-say-of-it)) |
+| step, MFU | expected, with the range: the estimate corrected by published runs ([truth.md](truth.md#correction-by-published-runs)) |
 | `+` | no run of that chip and kind is published: others correct the estimate |
 | MFU | causal attention counted half, as a share of the peak of the matmuls' format |
 | schedule, its MFU | estimate of the scheduled program alone; `maxlm compile` prints both |
 | tokens/s a chip | by the expected step |
 | exposed | share of the estimate in which chips wait for each other or for their hosts |
 | HBM | memory of a device: what the compiler allocates, of what there is |
-| days, cost | of 1 T tokens, by the expected step, with failures; list price on demand ([cost.md](cost.md)), which tpu7x lacks |
+| days, cost | of 1 T tokens, by the expected step, with failures; list price on demand ([cost.md](../how-to/cost.md)), which tpu7x lacks |
 
 Models with experts (`deepseek`, `mixtral`, `qwen3-30b-a3b`): {EVEN_LOADS[0].lower()}{EVEN_LOADS[1:]}
-`llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](memory_tiers.md).
+`llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [tiers](../explanation/memory-tiers.md).
 In int8 or fp8: [low_precision_speed.md](low_precision_speed.md).
 
 | run | chips | tokens an update | step | MFU | schedule | its MFU | tokens/s a chip | exposed | HBM, GiB | days | cost | compiled |
@@ -163,7 +163,7 @@ def figures_of(config: Config, verdict: Verdict) -> dict[str, Any]:
 
 
 def page(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The text of docs/recipes.md."""
+    """The text of docs/lab/recipes.md."""
     rows = [row(name, figures[name]) for name in recipes() if name in figures]
     missing = [name for name in recipes() if name not in figures]
     versions = sorted({one["versions"] for one in figures.values()})
@@ -214,12 +214,10 @@ def bets(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def bet(name: str, scale: Scale, parameters: int, step_s: float) -> str:
     """The sentence of one recipe."""
     low, middle, high = map(duration, scale.expected_times(step_s).values())
-    correction = scale.correction
-    inside = f"{correction.inside} of {correction.checked} published runs, each predicted from the others, lie in such a range"
     of_peak = "" if scale.peak_name == "bf16" else f" of {scale.peak_name}'s peak"
     what = f"`{name}`, {count(parameters)} on {scale.chips:,} {scale.chip.name} chips"
     mfu = f"{scale.mfu(scale.expected_s(step_s)):.0%} MFU**{of_peak}"
-    said = f"{what}: **{middle} a step, {mfu}; between {low} and {high} ({inside}); "
+    said = f"{what}: **{middle} a step, {mfu}; between {low} and {high}; "
     run = nearest(name, scale, parameters)
     if run is None:
         return f"{said}no run on {scale.chip.name} is published."

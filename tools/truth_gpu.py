@@ -1,4 +1,4 @@
-"""Compare the analytic model's step times on GPUs with those of public runs, and write docs/truth_gpu.md.
+"""Compare the analytic model's step times on GPUs with those of public runs, and write docs/lab/truth_gpu.md.
 
     python tools/truth_gpu.py          reads tools/truth_gpu_rows.yml
 
@@ -6,6 +6,7 @@ No factor is fitted to what was published: shares of peak are those of maxlm/cos
 torchtitan, llm-foundry) with kernels of their own, so attention is charged as by kernels that keep scores on the chip.
 """
 
+import argparse
 import datetime
 import json
 import sys
@@ -23,7 +24,7 @@ from maxlm.planning.plan import analytic_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_gpu_rows.yml")
-PAGE = REPOSITORY / "docs" / "truth_gpu.md"
+PAGE = REPOSITORY / "docs" / "lab" / "truth_gpu.md"
 BEGIN, END = "<!-- tools/truth_gpu.py writes from here -->", "<!-- to here -->"
 AIM = 0.15  # of the published step time
 COMMON = ("data.store=none", "train.steps=1", "train.loss_chunks=8")
@@ -103,6 +104,7 @@ def table(found: list[Row]) -> Iterator[str]:
 
 def main() -> int:
     """Write the page's tables, and print them."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = "\n".join(table(list(rows())))
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)

@@ -1,11 +1,12 @@
-"""Compare the analytic model's step times on tpu7x with those of MaxText's public runs, and write them to docs/low_precision_speed.md.
+"""Compare the analytic model's step times on tpu7x with those of MaxText's public runs, and write them to docs/lab/low_precision_speed.md.
 
     python tools/truth_tpu7x.py          reads tools/truth_tpu7x_rows.yml
 
 Nothing is compiled and nothing is fitted to these estimates. The corrected seconds are the estimated ones times the factor that
-`maxlm plan` states for the chip, format and kind of model; it rests on the same runs, but on their compiled programs (docs/truth.md).
+`maxlm plan` states for the chip, format and kind of model; it rests on the same runs, but on their compiled programs (docs/lab/truth.md).
 """
 
+import argparse
 import datetime
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from truth_gpu import AIM, REPOSITORY, Row, rows
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.published_runs import correction
 
-ROWS, PAGE = Path(__file__).with_name("truth_tpu7x_rows.yml"), REPOSITORY / "docs" / "low_precision_speed.md"
+ROWS, PAGE = Path(__file__).with_name("truth_tpu7x_rows.yml"), REPOSITORY / "docs" / "lab" / "low_precision_speed.md"
 BEGIN, END = "<!-- tools/truth_tpu7x.py writes from here -->", "<!-- to here -->"
 
 
@@ -67,6 +68,7 @@ def _factor(entry: Mapping[str, Any]) -> float:
 
 def main() -> int:
     """Write the tables, and print them."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = "\n".join(table(list(rows(ROWS))))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Our step and MaxText's, tuned for each case, by three rulers: the table of docs/benchmarks.md.
+"""Our step and MaxText's, tuned for each case, by three rulers: the table of docs/lab/benchmarks.md.
 
     python tools/tuned_peer.py FOLDER --neutral RULER --maxtext-python ENV/bin/python --search [CASE ...]
     python tools/tuned_peer.py FOLDER --neutral RULER [CASE ...]                     price the programs in FOLDER, and write the page
@@ -46,7 +46,7 @@ from maxlm.hlo import parser as hlo  # noqa: E402
 from maxlm.kernels.platform import RARELY  # noqa: E402
 
 CASES, CHOSEN = (Path(__file__).with_name(f"tuned_peer_{kind}.yml") for kind in ("rows", "chosen"))
-PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PAGE = REPOSITORY / "docs" / "lab" / "benchmarks.md"
 BEGIN, END = "<!-- tools/tuned_peer.py writes from here -->", "<!-- to here -->"
 SURE = 1.05  # of the memory there is: what should need more is not tried
 PALLAS_CALL = f'custom_call_target="{hlo.PALLAS}"'

@@ -21,6 +21,7 @@ class Metric:
     reduce: Reduction = "mean"  # over microbatches and devices; mean: a sum over tokens, divided by the tokens of the whole update
     per: str = ""  # of a mean: the sum that divides it, if not the tokens of the whole update
     entries: tuple[str, ...] = ()  # of a vector: what the report calls its entries, if not by number
+    held_out: bool = False  # also computed of held-out documents, as the loss is
     console: str = ""  # format of its text on the console, such as "load {:.2f}" or "drop {percent}", where it is not 0; "": none
 
 

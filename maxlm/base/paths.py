@@ -15,6 +15,7 @@ from maxlm.base.errors import ConfigError, UserError, shorten
 NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 MOST_BYTES = 2**26  # of a file that is read as a whole
+PYTHON = "python://"  # begins the name of data that a program gives
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#%\\]*)?")
 
@@ -56,6 +57,11 @@ def readable(path: str) -> str:
     """A path of this machine, `~` expanded, or a URL that fsspec may read. Raises PydanticCustomError for anything else with a scheme."""
     scheme = SCHEME.match(path)
     return path if scheme is not None and scheme[1] != "file" and path[scheme.end() :].strip("/") and is_remote(path) else local(path)
+
+
+def given_or_stored(path: str) -> str:
+    """As `stored`, or `python://NAME` for batches that a Python program gives."""
+    return path if path.startswith(PYTHON) else stored(path)
 
 
 def stored(path: str) -> str:

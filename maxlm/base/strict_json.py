@@ -59,10 +59,11 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with open_regular(path) as file:
         for line in file:
             if line.strip():
-                yield line, _object(line)
+                yield line, read_object(line)
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def read_object(line: bytes) -> dict[str, Any]:
+    """The object of a line; {} if it is none."""
     try:
         value = from_json(line)
     except ValueError:  # also for a lone surrogate, which json takes: it is four times as slow

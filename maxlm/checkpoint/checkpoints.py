@@ -139,16 +139,16 @@ class Checkpoints:
         """Step -> data position of every checkpoint with a manifest that this process sees; those that are damaged are reported when they
         are restored.
         """
-
-        def read(step: int) -> manifest.Manifest | None:
-            folder = self.directory / str(step)
-            with contextlib.suppress(CheckpointError, DamagedError):
-                return retried(functools.partial(manifest.read, folder), f"reading the manifest of {folder}")
-            return None
-
         steps = self.steps()
         with ThreadPoolExecutor(_READERS) as pool:
-            return {step: one.data_position for step, one in zip(steps, pool.map(read, steps), strict=True) if one is not None}
+            return {step: one for step, one in zip(steps, pool.map(self.position_here, steps), strict=True) if one is not None}
+
+    def position_here(self, step: int) -> dict[str, Any] | None:
+        """Data position of one checkpoint; None if this process sees no good manifest of it."""
+        folder = self.directory / str(step)
+        with contextlib.suppress(CheckpointError, DamagedError):
+            return retried(functools.partial(manifest.read, folder), f"reading the manifest of {folder}").data_position
+        return None
 
     def pass_over_copies(self, judge: Callable[[int, Mapping[str, Any]], str]) -> None:
         """Use no copies in memory for which `judge` of step and data position gives a reason, the same in all processes."""

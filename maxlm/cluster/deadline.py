@@ -180,6 +180,11 @@ def limit_silence(seconds: float) -> None:
     _shared.silence = 0.0 if seconds == float("inf") else seconds
 
 
+def is_monitored() -> bool:
+    """True in a command, which has a monitor; False in a program that calls maxlm."""
+    return _monitor is not None
+
+
 def alive() -> None:
     """Tell the monitor that a thread of Python runs."""
     _shared.signs_of_life += 1

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -30,7 +31,8 @@ class StopSignal:
         self._asked, self._reached = 0, False  # jax's service says only once that the agreed call is this one
         self._restore = contextlib.ExitStack()
         self._restore.enter_context(deadline.allow(deadline.SAVE))
-        for number in deadline.SIGNALS:
+        on_main = threading.current_thread() is threading.main_thread()  # only there Python lets handlers be set
+        for number in deadline.SIGNALS if on_main else ():
             self._restore.callback(signal.signal, number, signal.signal(number, self._receive))
 
     def __call__(self, step: int) -> str | None:
@@ -61,6 +63,8 @@ class StopSignal:
             service(signal.SIGTERM)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None and not deadline.is_monitored():
+            raise KeyboardInterrupt  # in a program of the user's own, where no monitor ends the process
         self.request(signal.Signals(number).name)
 
 

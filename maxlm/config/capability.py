@@ -156,6 +156,8 @@ def excludes(
 
     parameters = [Parameter("section", Parameter.POSITIONAL_ONLY), *(Parameter(name, Parameter.KEYWORD_ONLY) for name in names)]
     excluded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`
+    excluded.refuses = {field: f"{reason}{suffix}" for field, reason in others.items()}  # type: ignore[attr-defined]  # `rule_texts`
+    excluded.fix = fix  # type: ignore[attr-defined]
     return excluded
 
 

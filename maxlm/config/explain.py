@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from maxlm.base.errors import SHOWN, ConfigError, UnknownSettingError, UserError, shorten, show
+from maxlm.config.choices import choice_in
 from maxlm.config.schema import Config
 
 WANTED = {
@@ -167,7 +168,7 @@ def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
     """The section class that a field holds; of several, the class with the `kind` of `values`."""
     sections = sections_of(info) if info else []
     kind = values.get("kind") if isinstance(values, Mapping) else None
-    return next((section for section in sections if kind in _kinds(section)), sections[0] if sections else None)
+    return next((section for section in sections if kind in kinds_of(section)), sections[0] if sections else None)
 
 
 def _choices_of(detail: ErrorDetails) -> list[str]:
@@ -184,14 +185,14 @@ def holds_text(key: str, schema: type[BaseModel]) -> bool:
     for part in path:
         owner = section_of(owner.model_fields.get(part), {}) if owner is not None else None
     info = owner.model_fields.get(name) if owner is not None else None
-    return info is not None and set(_leaves(info.annotation)) <= {str, type(None)} and get_origin(info.annotation) is not tuple
+    return info is not None and set(leaves_of(info)) <= {str, type(None)} and get_origin(info.annotation) is not tuple
 
 
 def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str:
-    choices = _choices_of(detail) or [kind for section in sections_of(info) for kind in _kinds(section)]
+    choices = _choices_of(detail) or [kind for section in sections_of(info) for kind in kinds_of(section)]
     if detail["type"] == "union_tag_not_found":
         return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
-    if isinstance(value, str) and value in _leaves(info.annotation):
+    if isinstance(value, str) and value in leaves_of(info):
         return f"write {value} without brackets" if isinstance(detail["loc"][-1], int) else f"write it in brackets: [{value}]"
     wrong = value.get("kind") if isinstance(value, Mapping) else value
     near = get_close_matches(show(wrong), choices, n=1, cutoff=0.5)
@@ -203,7 +204,7 @@ def _list_form(value: Any, info: FieldInfo) -> str:
     sections = sections_of(info)
     if sections:
         return "write one entry or more, as in [{" + ", ".join(f"{name}: ..." for name in sections[0].model_fields) + "}]"
-    words = [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, str)]
+    words = [leaf for leaf in leaves_of(info) if isinstance(leaf, str)]
     if isinstance(value, str) and (not words or value in words):
         return f"write it in brackets: {show([value])}"
     return f"write one or more in brackets, as in [{words[-1] if words else 'text'}]"
@@ -241,22 +242,32 @@ def _constraints(info: FieldInfo) -> list[Any]:
     return [inner for item in items for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
-def _leaves(annotation: Any) -> list[Any]:
+def leaves_of(info: FieldInfo) -> list[Any]:
+    """Every type and choice in the annotation of a field."""
+    choice = choice_in(info)
+    return leaves(info.annotation) if choice is None else list(choice.names)
+
+
+def leaves(annotation: Any) -> list[Any]:
     """Every type and choice in an annotation."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     args = get_args(annotation)
     if hasattr(annotation, "__metadata__"):
+        choice = choice_in(annotation)
+        if choice is not None:
+            return list(choice.names)
         args = args[:1]
-    return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
+    return [leaf for arg in args for leaf in leaves(arg)] if args else [annotation]
 
 
 def sections_of(info: FieldInfo) -> list[type[BaseModel]]:
     """Section classes in the annotation of a field."""
-    return [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+    return [leaf for leaf in leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 
-def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
+def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
+    """Values of `kind` in a section; empty for a section without it."""
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from maxlm.base import paths
+from maxlm.config.extensions import misfit
 
 INT64 = 2**63 - 1  # no count of ours is larger, and arrays hold no more
 BELOW_ONE = 1 - 2**-25  # larger numbers round to 1 in float32
@@ -49,6 +50,17 @@ Text = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[^
 LocalPath = Annotated[Text, AfterValidator(paths.local)]
 ReadPath = Annotated[Text, AfterValidator(paths.readable)]  # or any URL that fsspec reads: gs://, s3://, hf://, https://
 StoredPath = Annotated[Text, AfterValidator(paths.stored)]  # or gs://
+StorePath = Annotated[Text, AfterValidator(paths.given_or_stored)]  # or python://NAME, which `maxlm.fit` writes
+
+
+def module_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Distinct names of Python modules."""
+    if (broken := misfit(names)) is not None:
+        paths.refuse(*broken)
+    return names
+
+
+ModuleNames = Annotated[tuple[Text, ...], AfterValidator(module_names)]
 
 
 class Section(BaseModel):

@@ -1,31 +1,21 @@
-"""The parts of a layer by kind and name, and where the code of each is: a sequence mixer, a residual rule, a feed-forward part, a memory.
+"""The parts of a layer of a model, by their names: a sequence mixer, a memory where there is one, and a feed-forward part.
 
-A new part is a file under `maxlm/models` and its line in one of these tables. `model.layer_pattern` names mixers; a name may be followed by
-`+` and the name of a memory. Residual rules are the values of `model.norm_position`, and `model.moe` chooses the feed-forward part.
+`maxlm/config/parts/layers.py` lists the parts. `model.layer_pattern` names mixers; a name may be followed by `+` and the name of a memory.
+`model.norm_position` names the residual rule. A feed-forward part is chosen by its section, such as `model.moe`, and is dense without one.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-_ATTENTION, _ADDITIVE = "maxlm.models.mixers.attention:Attention", "maxlm.models.decoder:Additive"
-MIXERS = {
-    "global": _ATTENTION,
-    "local": _ATTENTION,  # over a window of `model.window` tokens
-    "latent_attention": "maxlm.models.mixers.latent_attention:LatentAttention",
-}
-BY_SECTION = {"latent": {"global": "latent_attention", "local": "latent_attention"}}  # mixers in place of others where this section is set
-RESIDUAL_RULES = {"pre": _ADDITIVE, "sandwich": _ADDITIVE}
-FEED_FORWARD = {"dense": "maxlm.models.feed_forward.dense:Mlp", "experts": "maxlm.models.feed_forward.experts:Moe"}
-MEMORIES: dict[str, str] = {}
+from maxlm.config.choices import Choice, implementation, names, part, parts
 
-_NAMED = [name for name in MIXERS if name not in {new for by in BY_SECTION.values() for new in by.values()}]
 
-if TYPE_CHECKING:
-    PatternEntry = str
-    ResidualRule = str
-else:
-    PatternEntry = Literal[(*_NAMED, *(f"{name}+{memory}" for name in _NAMED for memory in MEMORIES))]
-    ResidualRule = Literal[(*RESIDUAL_RULES,)]
+def _entries() -> tuple[str, ...]:
+    mixers = [one.name for one in parts("mixer") if not one.facts.by_section]
+    return (*mixers, *(f"{mixer}+{memory}" for mixer in mixers for memory in names("memory")))
+
+
+PatternEntry = Annotated[str, Choice("mixer", _entries)]
+ResidualRule = Annotated[str, Choice("residual")]
 
 
 class LayerParts(NamedTuple):
@@ -39,7 +29,17 @@ class LayerParts(NamedTuple):
 def layer_parts(model: Any, depth: int) -> LayerParts:
     """Names of the parts of the layer at this depth of a `ModelConfig`; modules of multi-token prediction follow the last layer."""
     mixer, _, memory = model.layer_pattern[depth % len(model.layer_pattern)].partition("+")
-    return LayerParts(mixer, "dense" if model.moe is None or depth < model.n_dense else "experts", memory)
+    return LayerParts(mixer, _feed_forward(model) if model.moe is None or depth < model.n_dense else "experts", memory)
+
+
+def _feed_forward(model: Any) -> str:
+    """The feed-forward part of layers without experts."""
+    return next((one.name for one in other_feed_forward() if getattr(model, one.name, None) is not None), "dense")
+
+
+def other_feed_forward() -> tuple[Any, ...]:
+    """Feed-forward parts that a section of their own chooses."""
+    return tuple(one for one in parts("feed_forward") if one.section is not None and not one.facts.by_section)
 
 
 def mixers_of(model: Any) -> tuple[str, ...]:
@@ -49,11 +49,5 @@ def mixers_of(model: Any) -> tuple[str, ...]:
 
 def mixer_class(model: Any, name: str) -> Any:
     """The class of the mixer of this name in the layer pattern of a `ModelConfig`."""
-    replaced = [by[name] for section, by in BY_SECTION.items() if getattr(model, section) is not None and name in by]
-    return load_part(MIXERS[replaced[0] if replaced else name])
-
-
-def load_part(path: str) -> Any:
-    """The class at a path of `layer_parts`, `module:class`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    replacing = (one for one in parts("mixer") if name in one.facts.replaces and getattr(model, one.facts.by_section) is not None)
+    return implementation(next(replacing, None) or part("mixer", name))

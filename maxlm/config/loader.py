@@ -7,10 +7,11 @@ command line replaces a section by its defaults.
 
 import contextlib
 import copy
+import copyreg
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
@@ -24,16 +25,18 @@ from ruamel.yaml.scanner import Scanner
 import maxlm
 from maxlm.base.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
 from maxlm.base.paths import expand_home, irregular, open_regular, read_file
-from maxlm.config import assumed, explain, rules
+from maxlm.config import assumed, explain, extensions, rules
 from maxlm.config.schema import Config
-from maxlm.config.table import config_class
+from maxlm.config.table import config_class, present
 
 COMMAND_LINE = "command line"
+GIVEN = "the program's settings"  # source of settings that are in no file
 _WRITTEN_BY = "# Written by maxlm "
 RUN_CONFIG = "config.yml"  # in the folder of a run
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
+ConfigSource = str | Mapping[str, Any] | Config
 Schema = TypeVar("Schema", bound=BaseModel)
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE / "configs").resolve()  # in a clone, a link to the repository's configs/
@@ -48,6 +51,7 @@ class LoadedConfig:
     config: Config
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    writer: str | None = None  # version of maxlm that wrote it, of the config in a run's folder; "" if the file does not say
 
     def source(self, key: str) -> str:
         """Source of `key`; `default` if it is not set."""
@@ -66,7 +70,8 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
         return _load(path, None, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
     with _naming_writer(path):
         folder = folder if folder.name and ".." not in folder.parts else folder.resolve()
-        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+        loaded = _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+        return _with_writer(loaded, path)
 
 
 def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool, shorten: bool) -> LoadedConfig:
@@ -77,17 +82,42 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    _override(merged, sources, overrides, files, config_class())
+    selecting = [one for one in overrides if one.partition("=")[0].strip() == extensions.FIELD]
+    _override(merged, sources, selecting, files, Config)
+    merged = extensions.selected(merged, sources)
+    extensions.load(merged.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
+    _override(merged, sources, [one for one in overrides if one not in selecting], files, config_class())
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
     if assume and model_alone:
         assumed.fill(merged, sources)
+    return _checked(merged, sources, any_mesh=any_mesh, shorten=shorten)
+
+
+def _checked(merged: dict[str, Any], sources: dict[str, str], *, any_mesh: bool, shorten: bool) -> LoadedConfig:
+    """Merged settings, validated and checked against the rules."""
     config = validate(merged, sources)
+    _check_selected([one.key for one, _ in present(config)], config.extensions or ())
     given = [key for key, source in sources.items() if source == COMMAND_LINE]
     config, notes = assumed.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
+
+
+def read(source: ConfigSource, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
+    """`load` of what a program has: a name, or the settings themselves as nested mappings, perhaps with `extends`, or as a config."""
+    if isinstance(source, str):
+        return load(source, overrides, any_mesh=any_mesh, assume=assume)
+    files, merged, sources = _Files(), dict[str, Any](), dict[str, str]()
+    own = _present(source) if isinstance(source, Config) else copy.deepcopy(dict(source))
+    _check_plain(own, GIVEN, set())
+    files.merge(Path(GIVEN), own, merged, sources)
+    model_alone = "model" in merged and not {"data", "train"} & set(merged)
+    _override(merged, sources, overrides, files, config_class())
+    if assume and model_alone:
+        assumed.fill(merged, sources)
+    return _checked(merged, sources, any_mesh=any_mesh, shorten=True)
 
 
 def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:
@@ -104,8 +134,32 @@ def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequen
 
 
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
-    """`values` as a Config; the first thing wrong with their names, types or ranges as a ConfigError."""
-    return _validate(config_class(), values, sources)
+    """`values` as a Config, with the extensions that they name loaded; the first thing wrong with their names, types or ranges as a
+    ConfigError.
+    """
+    extensions.load(values.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
+    schema = config_class()
+    if schema is not Config:  # pickle finds no class that was made here
+        copyreg.pickle(schema, _pickled)
+    return _validate(schema, values, sources)
+
+
+def _pickled(config: BaseModel) -> tuple[Any, ...]:
+    """A config with sections of extensions as `pickle` stores it: its values, and the options to load its extensions."""
+    return _unpickled, (extensions.accepted(), config.model_dump(mode="json"))
+
+
+def _unpickled(accepted: tuple[list[str], list[str]], values: dict[str, Any]) -> Config:
+    extensions.accept(*accepted)
+    return validate(values, {})
+
+
+def _check_selected(keys: Sequence[str], selected: Sequence[str]) -> None:
+    """Raise ExtensionError for a record of an extension that this process has loaded for another config, and this one does not name."""
+    for key in keys:
+        if missing := extensions.missing_for(key, selected):
+            rule = f"{key} is registered by the extension {missing}, which is not in the list"
+            raise extensions.ExtensionError(extensions.FIELD, list(selected), rule, "add it")
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any], sources: Mapping[str, str]) -> Schema:
@@ -134,24 +188,42 @@ def load_saved(folder: Path) -> Config:
         return load(str(file), any_mesh=True).config
 
 
+def _with_writer(loaded: LoadedConfig, path: Path) -> LoadedConfig:
+    """Add the version that wrote the saved config, and a note if this is another one."""
+    version = writer_of(read_file(path).decode())
+    if version == maxlm.__version__:
+        return replace(loaded, writer=version)
+    wrote = f"maxlm {version}" if version else "a version of maxlm that it does not name"
+    note = f"{path} was written by {wrote}, and this is {maxlm.__version__}: settings that it lacks have the defaults of this version"
+    return replace(loaded, notes=(*loaded.notes, note), writer=version or "")
+
+
+def writer_of(text: str) -> str | None:
+    """Version of maxlm that wrote the saved config with this text; None if it does not say."""
+    first = text.partition("\n")[0]
+    return first.removeprefix(_WRITTEN_BY).strip()[:40] if first.startswith(_WRITTEN_BY) else None
+
+
 @contextlib.contextmanager
 def _naming_writer(file: Path) -> Iterator[None]:
     """Add to an error in the saved config `file` which version of maxlm wrote it, if another, and what to do."""
     try:
         yield
+    except extensions.ExtensionError:
+        raise
     except UserError as error:
         try:
-            first = read_file(file).decode().partition("\n")[0]
+            text = read_file(file).decode()
         except UnicodeDecodeError:
             run = f"run.dir={file.parent.parent} run.name={file.parent.name}"
             raise UserError(f"{error} It is damaged: train with the config that was given first, and {run}.") from None
         except OSError:
             raise error from None
-        version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
+        version = writer_of(text)
         if version == maxlm.__version__:
             if not isinstance(error, UnknownSettingError):
                 raise
-            fix = f"if a package registers {error.field}, run the program that imports it"
+            fix = f"if an extension registers {error.field}, add it with --extension MODULE"
             raise UserError(f"{error} {file.name} was written by this version of maxlm: {fix}; or remove the setting.") from None
         writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
@@ -197,6 +269,27 @@ def find(name: str) -> Path:
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
 
 
+def is_run(name: str) -> bool:
+    """True if the config `name` is the folder of a run."""
+    return find(name) == Path(expand_home(name)) / RUN_CONFIG
+
+
+def read_text(path: Path) -> str:
+    """Text of a config file. Raises UserError."""
+    try:
+        return read_file(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise error_kind(error)(f"{shorten(str(path))} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
+
+
+def parse_saved(path: Path, text: str) -> Mapping[str, Any]:
+    """Settings of a saved config as they are, unchecked. Raises UserError."""
+    values = _parse(text, shorten(str(path)))
+    if not isinstance(values, Mapping) or not values:
+        raise UserError(f"{shorten(str(path))} is damaged: it holds no sections such as `model:` and `train:`.")
+    return values
+
+
 def shipped() -> list[str]:
     """Names of the configs under `configs/`, without the tasks of evaluations."""
     names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
@@ -232,15 +325,19 @@ class _Files:
         if len(seen) == MOST_EXTENDS:
             raise UserError(f"{shorten(str(path))}: `extends` goes through more than {MOST_EXTENDS} files, one after another: join some.")
         if resolved not in self._resolved:
-            values = self._read(path)
-            parents = [self.resolve(parent, (*seen, resolved)) for parent in self._parents(path, values.pop("extends", []))]
             merged: dict[str, Any] = {}
             sources: dict[str, str] = {}
-            for inherited, origins in parents:
-                _merge(merged, inherited, lambda key, origins=origins: origins[key], sources)  # type: ignore[misc]
-            _merge(merged, values, lambda _: str(path), sources)
+            self.merge(path, self._read(path), merged, sources, (*seen, resolved))
             self._resolved[resolved] = merged, sources
         return self._resolved[resolved]
+
+    def merge(
+        self, path: Path, values: dict[str, Any], merged: dict[str, Any], sources: dict[str, str], seen: tuple[Path, ...] = ()
+    ) -> None:
+        """Merge the parents of `values`, which `path` holds, and then `values` into `merged`."""
+        for inherited, origins in [self.resolve(parent, seen) for parent in self._parents(path, values.pop("extends", []))]:
+            _merge(merged, inherited, lambda key, origins=origins: origins[key], sources)  # type: ignore[misc]
+        _merge(merged, values, lambda _: str(path), sources)
 
     def parse(self, text: str, origin: str) -> Any:
         """YAML 1.2 as plain mappings, lists and scalars; `origin` names it in errors. A second is about what all of it may take."""

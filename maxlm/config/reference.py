@@ -1,22 +1,18 @@
 """The reference page of all settings, written from the sections: `python -m maxlm.config.reference > docs/settings.md`.
 
-A setting is described by the comments on its line and directly above it.
+A setting is described by the string under its declaration (`maxlm.config.descriptions`).
 """
 
-import ast
-import inspect
-import io
-import re
 import sys
-import tokenize
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from maxlm.base.errors import show
+from maxlm.config.choices import choice_in
+from maxlm.config.descriptions import descriptions
 from maxlm.config.explain import sections_of
 from maxlm.config.table import config_class
 
@@ -32,36 +28,6 @@ def page() -> str:
     return HEAD + "".join(_section("", config_class(), {}))
 
 
-def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Comments of the settings that a section declares, by name."""
-    source = _source(inspect.getfile(section))
-    body = next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
-    comments, lines = _comments(source), source.splitlines()
-    found: dict[str, str] = {}
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno
-            while lines[first - 2].strip().startswith("#"):
-                first -= 1
-            texts = (comments[line] for line in range(first, (node.end_lineno or first) + 1) if line in comments)
-            text = " ".join(text.removeprefix("noqa: S108 -- ") for text in texts)
-            found[node.target.id] = text.replace("None", "null").replace("|", "\\|")
-    return found
-
-
-@lru_cache
-def _source(file: str) -> str:
-    with tokenize.open(file) as stream:
-        return stream.read()
-
-
-@lru_cache
-def _comments(source: str) -> dict[int, str]:
-    """Comments by line."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-
-
 def _section(key: str, section: type[BaseModel], pages: dict[type[BaseModel], str]) -> Iterator[str]:
     """A table of the settings of a section, then the sections in it. `pages`: keys of sections that were described before."""
     if key:
@@ -71,20 +37,24 @@ def _section(key: str, section: type[BaseModel], pages: dict[type[BaseModel], st
             yield f"\nIt has the settings of `{pages[section]}`.\n"
             return
         pages[section] = key
-        said = descriptions(section)
-        fields = {name: info for name, info in section.model_fields.items() if name != "kind" or len(kinds) != 1}
-        if fields:
-            yield "\n| setting | values | default | |\n|---|---|---|---|\n"
-        for name, info in fields.items():
-            yield f"| `{name}` | {_words(info)} | {_default(info)} | {said[name] or _first_sentence(info)} |\n"
+        yield from _table(section, [name for name in section.model_fields if name != "kind" or len(kinds) != 1])
+    else:
+        yield from _table(section, [name for name, info in section.model_fields.items() if not sections_of(info)])
     for name, info in section.model_fields.items():
         for inner in sections_of(info):
             yield from _section(f"{key}.{name}" if key else name, inner, pages)
 
 
-def _first_sentence(info: FieldInfo) -> str:
-    inner = sections_of(info)
-    return re.split(r"(?<=[.:]) |$", " ".join((inner[0].__doc__ or "").split()))[0] if inner else ""
+def _table(section: type[BaseModel], names: Sequence[str]) -> Iterator[str]:
+    if names:
+        yield "\n| setting | values | default | |\n|---|---|---|---|\n"
+    for name in names:
+        info, text = section.model_fields[name], _escaped(descriptions(section)[name].sentences)
+        yield f"| `{name}` | {_words(info)} | {_default(info)} | {text} |\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _default(info: FieldInfo) -> str:
@@ -95,6 +65,9 @@ def _default(info: FieldInfo) -> str:
 
 def _words(info: FieldInfo) -> str:
     """Values of a setting, in words."""
+    choice = choice_in(info)
+    if choice is not None:
+        return ", ".join(f"`{name}`" for name in choice.names)
     return "section" if sections_of(info) else _type(info.annotation)
 
 
@@ -107,6 +80,9 @@ def _type(annotation: Any) -> str:
     if origin is dict:
         return "names with values"
     if origin is Annotated:
+        choice = choice_in(annotation)
+        if choice is not None:
+            return ", ".join(f"`{name}`" for name in choice.names)
         return _type(arguments[0])
     words = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return words.get(annotation) or " or ".join(dict.fromkeys(_type(one) for one in arguments if one is not type(None))) or "value"

@@ -8,7 +8,9 @@ in a file of `sections/`, with its rules; declared here are those that other cod
 from collections.abc import Mapping
 
 from maxlm.config.batch_sizes import BatchSizes, microbatches
-from maxlm.config.fields import Section
+from maxlm.config.choices import part
+from maxlm.config.fields import ModuleNames, Section
+from maxlm.config.part import ObjectiveFacts
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.cluster import ClusterConfig
 from maxlm.config.sections.compression import CompressionConfig
@@ -23,6 +25,7 @@ from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.config.sections.memory import MemoryConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.metrics import MetricsConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.objective import ObjectiveConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
@@ -31,6 +34,7 @@ from maxlm.config.sections.precision import PrecisionConfig
 from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.config.sections.run import RunConfig
 from maxlm.config.sections.samples import SamplesConfig
+from maxlm.config.sections.trackio import TrackioConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.config.sections.wandb import WandbConfig
 from maxlm.config.sections.watchdog import WatchdogConfig
@@ -40,30 +44,72 @@ class Config(Section):
     """A whole experiment."""
 
     model: ModelConfig
+    """The decoder-only transformer that is trained: its sizes and the parts of its layers."""
     data: DataConfig
+    """Token stores to train on, and how they become batches."""
     train: TrainConfig
+    """Length of the training, size of an update, and what a run begins from."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Update rule, and its learning rate over time."""
     mesh: MeshConfig = MeshConfig()
+    """Sizes of the named axes of the device mesh, by which state and batch are split."""
     memory: MemoryConfig = MemoryConfig()
+    """Activations saved for the backward pass, and state that is kept off the device."""
     precision: PrecisionConfig = PrecisionConfig()
+    """Number formats of the computation; master weights, optimizer state, norms, softmax and loss are always float32."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Schedule of checkpoints, and how many of them stay."""
     run: RunConfig = RunConfig()
-    objective: ObjectiveConfig | None = None  # absent: next-token prediction
+    """Name and folder of the run, and its output."""
+    objective: ObjectiveConfig | None = None
+    """Training loss, told by its `kind`: next-token prediction, supervised fine-tuning or direct preference optimization; null: next-token
+    prediction.
+    """
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics of a batch, in addition to the metrics of the objective."""
     cluster: ClusterConfig | None = None
+    """Machine that the run is for: planning compiles for it, and training checks that it has it; null: the devices that are found."""
     pipeline: PipelineConfig | None = None
-    ema: EmaConfig | None = None  # evaluated in addition to the parameters
-    diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
-    compression: CompressionConfig | None = None  # of gradients between slices, or of changes between workers of local updates
+    """Schedule of the pipeline over mesh.stage; null: 1f1b with one chunk."""
+    ema: EmaConfig | None = None
+    """Exponential moving average of the parameters, which is evaluated and exported in addition to them; null: none."""
+    diloco: DilocoConfig | None = None
+    """Local updates of workers that synchronize now and then (DiLoCo, arXiv 2311.08105), for slices or regions that cannot afford a
+    reduction in every update; null: none.
+    """
+    compression: CompressionConfig | None = None
+    """Compression of gradients between slices, or of changes between the workers of diloco, by the method named in its `kind`; null: none.
+    """
     integrity: IntegrityConfig | None = None
+    """Checks for silent corruption by a device; null: none."""
     samples: SamplesConfig | None = None
-    watchdog: WatchdogConfig | None = None  # None: with its defaults
+    """Texts that the model writes at the end of the run; null: none."""
+    watchdog: WatchdogConfig | None = None
+    """Limits after which a run without progress counts as hung; null: with their defaults."""
     wandb: WandbConfig | None = None
+    """Figures to Weights & Biases; null: none are sent."""
+    trackio: TrackioConfig | None = None
+    """Figures to trackio; null: none are sent."""
     prometheus: PrometheusConfig | None = None
+    """Figures, events and the ledger of the run for Prometheus; null: none are served."""
     evaluation: EvaluationConfig | None = None
+    """Tasks that are run on the training mesh; null: none."""
     health: HealthConfig | None = None
-    cost: CostConfig | None = None  # of this run's chips, where list prices are not what is paid
-    memory_checkpoints: MemoryCheckpointsConfig | None = None  # in addition to `checkpoint`, at short intervals
-    elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
+    """Answers to trouble in training; null: alarms, and exit code 4 where a run is beyond repair."""
+    cost: CostConfig | None = None
+    """Price and power of the chips of this run, where list prices are not what is paid; null: list prices and published power."""
+    memory_checkpoints: MemoryCheckpointsConfig | None = None
+    """Copies of the state in the memory of the hosts, at short intervals, in addition to `checkpoint`; null: none."""
+    elastic: ElasticConfig | None = None
+    """Going on with fewer hosts until lost ones return; null: all hosts wait for a lost one."""
+    extensions: ModuleNames | None = None
+    """Modules of other packages that the config needs, as in [my_package.my_module]; null: none (docs/how-to/extensions.md)."""
+
+    @property
+    def objective_facts(self) -> ObjectiveFacts:
+        """Properties of the objective."""
+        found: ObjectiveFacts = part("objective", "next_token" if self.objective is None else self.objective.kind).facts
+        return found
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -124,9 +170,9 @@ class Config(Section):
 
     @property
     def decay_steps(self) -> int:
-        """Updates of the decay at the end of schedule `wsd`; 0 with another."""
+        """Updates of the decay at the end of a schedule that has one, such as `wsd`; 0 with another."""
         optimizer, total, sizes = self.optimizer, self.total_steps, self.batch_sizes
-        if optimizer.schedule != "wsd":
+        if not optimizer.decays_at_end:
             return 0
         if optimizer.decay_tokens is None:
             return optimizer.decay_steps or max(total // 10, 1)

@@ -1,17 +1,23 @@
 """The resolved config for people and programs: values and where they were set, or the difference of two configs."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from maxlm.base.errors import printable
+from maxlm.base.errors import UserError, printable
+from maxlm.base.paths import expand_home
+from maxlm.config import extensions
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
-from maxlm.config.loader import LoadedConfig
+from maxlm.config.loader import RUN_CONFIG, LoadedConfig, is_run, load, parse_saved, read_text, writer_of
 from maxlm.config.schema import ModelConfig
 from maxlm.config.table import inert
 
+WRITTEN_BY = "written by"
+MISSING = "–"  # in the place of a setting that a saved config lacks
 COUNTED = "counted"  # source and section of figures that are derived from the settings
+EXTENSION = "extension"  # before the name of a loaded extension
 Count = Callable[[ModelConfig, int, int], Mapping[str, int]]  # names and figures, of a model, data.seq_len and tokens of an update
 
 
@@ -27,13 +33,60 @@ def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = Non
     rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in entries]
     if not rows:
         return "no difference"
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return _in_columns(rows)
 
 
-def as_json(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
+def as_json_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
     """Every setting as a JSON object: key -> [value, source], or of those that differ [value, source, other value, other source]."""
     return json.dumps({key: cells for key, *cells in _rows(count, loaded, other)})
+
+
+def answer(count: Count, name: str, overrides: Sequence[str], diff: str | None, warn: Callable[[str], None], *, as_json: bool) -> str:
+    """Answer of `maxlm config NAME` and of `--diff`, as text or JSON; `warn` takes sentences about versions. Raises UserError."""
+    if diff is not None and not overrides and all(map(is_run, (name, diff))):
+        return _runs_compared(count, (name, diff), warn, as_json=as_json)
+    loaded = load(name, overrides, assume=True)
+    other = load(diff, assume=True) if diff is not None else None
+    for one in (loaded, other):
+        if one is not None and one.writer is not None:
+            for note in one.notes:
+                warn(note)
+    return as_json_text(count, loaded, other) if as_json else as_text(count, loaded, other)
+
+
+def _runs_compared(count: Count, names: tuple[str, str], warn: Callable[[str], None], *, as_json: bool) -> str:
+    """The settings in which two runs differ, a column a run, after the versions that wrote them. Where this version cannot read one of
+    the configs, the saved settings are compared as they are, without the figures that follow from them.
+    """
+    folders = [Path(expand_home(name)) for name in names]
+    texts = [read_text(folder / RUN_CONFIG) for folder in folders]
+    try:
+        loaded = [load(name) for name in names]
+        values = [_values(count, one) for one in loaded]
+    except UserError as error:
+        values = [dict(flatten(parse_saved(folder / RUN_CONFIG, text))) for folder, text in zip(folders, texts, strict=True)]
+        warn(f"{error} The saved settings are compared as they are.")
+    mine, theirs = ({key: value for key, value in one.items() if key not in ("run.name", "run.dir")} for one in values)
+    keys = [key for key in dict.fromkeys((*mine, *theirs)) if mine.get(key, MISSING) != theirs.get(key, MISSING)]
+    versions = [writer_of(text) for text in texts]
+    if as_json:
+        cells = {key: [mine.get(key), names[0], theirs.get(key), names[1]] for key in keys}
+        return json.dumps(cells if versions[0] == versions[1] else {WRITTEN_BY: [versions[0], names[0], versions[1], names[1]], **cells})
+    rows = [[key, _cell(mine.get(key, MISSING), key), _cell(theirs.get(key, MISSING), key)] for key in keys]
+    if versions[0] != versions[1]:
+        rows.insert(0, [WRITTEN_BY, *(f"maxlm {version}" if version else "another version" for version in versions)])
+    return _in_columns([["", *map(printable, _short_names(folders))], *rows]) if rows else "no difference"
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """Names of the folders, or their paths where the names are the same."""
+    short = [folder.resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+
+
+def _in_columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _is_off(value: Any) -> bool:
@@ -59,10 +112,13 @@ def _values(count: Count, loaded: LoadedConfig) -> dict[str, Any]:
     figures = dict(count(loaded.config.model, loaded.config.data.seq_len, loaded.config.tokens_per_step))
     if loaded.source("train.global_batch") == ASSUMED:
         figures.pop("tokens_per_update", None)
-    return values | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
+    loaded_here = {f"{EXTENSION} {one.name}": str(one) for one in extensions.of(loaded.config.extensions)}
+    return values | loaded_here | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
 
 
 def _source(loaded: LoadedConfig, key: str) -> str:
+    if key.startswith(f"{EXTENSION} "):
+        return loaded.source(extensions.FIELD)
     return COUNTED if key.startswith(f"{COUNTED}.") else loaded.source(key)
 
 

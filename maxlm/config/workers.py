@@ -4,17 +4,30 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from types import ModuleType
 
 
 @contextlib.contextmanager
 def workers_without_signals() -> Iterator[None]:
     """Start `multiprocessing` workers that ignore SIGINT, SIGTERM and SIGHUP, which a terminal sends to the whole process group."""
     resource_tracker.ensure_running()  # otherwise the first spawned process starts it, which unblocks SIGINT and SIGTERM
-    with signals_blocked():
+    with signals_blocked(), _script_hidden():
         yield
+
+
+@contextlib.contextmanager
+def _script_hidden() -> Iterator[None]:
+    """Hide the main module: a spawned process would run it again, so a script that calls maxlm would need `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 @contextlib.contextmanager

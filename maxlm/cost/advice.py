@@ -158,7 +158,8 @@ def remarks(
 def _not_calibrated(topology: Topology) -> Iterator[str]:
     if not topology.is_tpu:
         source = topology.chip.achieved.source
-        corrected = f"corrected by what was measured ({source})" if source else "which no measurement has corrected"
+        unmeasured = "which were not measured on your machine (maxlm plan --calibrate)"
+        corrected = f"corrected by what was measured ({source})" if source else unmeasured
         yield (
             f"The time is a guess from the peak and the bandwidth of {topology.chip.name}, {corrected}. "
             "On the GPU XLA also tries kernels for each matmul, which it cannot here: memory may differ a little."

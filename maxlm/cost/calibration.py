@@ -70,7 +70,7 @@ def read(path: Path, asked_by: str = OPTION) -> Calibration:
 
 
 def of_config(cost: CostConfig | None, topology: Topology) -> Topology:
-    """`topology`, its chip with the factors of `cost.calibration`, if any; TPUs have XLA's own times. Raises as `calibrated`."""
+    """`topology`, its chip with the factors of `cost.calibration`, if any; TPUs are priced by counted shares. Raises as `calibrated`."""
     path = cost.calibration if cost is not None else None
     return topology if path is None or topology.is_tpu else calibrated(topology, Path(path), FIELD)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from maxlm.base.console import Console, print_line
 from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import check_out
-from maxlm.config import assumed, load, rules
+from maxlm.config import assumed, rules
 from maxlm.config.fields import flatten
-from maxlm.config.loader import LoadedConfig
+from maxlm.config.loader import ConfigSource, LoadedConfig, read
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 
@@ -35,9 +35,8 @@ def run(
     """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. For TPUs XLA is ended once it has
     scheduled the step, unless `machine_code`. Raises UserError.
     """
-    loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
+    loaded, machine = load_to_compile(name, overrides, topology, slices)
     config = loaded.config
-    machine = calibration.of_config(config.cost, machine)
     if assumptions := assumed.as_text(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
     check_out(hlo_out, "--hlo-out")
@@ -60,10 +59,18 @@ def run(
     return 0 if report.step.fits else 2
 
 
+def load_to_compile(
+    source: ConfigSource, overrides: Sequence[str], topology: str | None, slices: int | None
+) -> tuple[LoadedConfig, Topology]:
+    """(config, machine with the speeds that the config says were measured on it)."""
+    loaded, machine = load_for_machine(source, overrides, topology, slices, assume=True)
+    return loaded, calibration.of_config(loaded.config.cost, machine)
+
+
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Show progress on stderr: one live line on a terminal, a line for each message in a log."""
-    console = Console(stderr=True)
+def progress(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show progress on stderr: one live line on a terminal, a line for each message in a log; `quiet`: nothing."""
+    console = Console(stderr=True, quiet=quiet)
     with console.status("") as status:
 
         def show_progress(text: str) -> None:
@@ -82,9 +89,15 @@ def output_console() -> Console:
 
 
 def load_for_machine(
-    name: str, overrides: Sequence[str], topology: str | None, slices: int | None, *, any_mesh: bool = False, assume: bool = False
+    source: ConfigSource,
+    overrides: Sequence[str],
+    topology: str | None,
+    slices: int | None,
+    *,
+    any_mesh: bool = False,
+    assume: bool = False,
 ) -> tuple[LoadedConfig, Topology]:
-    """(config, machine), the machine that the command line names in place of the config's. `any_mesh`, `assume`: as in `load`."""
+    """(config, machine), the machine that is named in place of the config's. `any_mesh`, `assume`: as in `load`."""
     settings = list(overrides)
     if topology is not None:
         settings += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]  # empty: by the topology
@@ -92,7 +105,8 @@ def load_for_machine(
         settings.append(f"mesh.slices={slices}")
     if slices == 1:
         settings.append("mesh.across_slices=data")  # no axis crosses slices any more
-    loaded = load(name, settings, any_mesh=any_mesh, assume=assume)
+    loaded = read(source, settings, any_mesh=any_mesh, assume=assume)
     if loaded.config.cluster is None:
+        name = source if isinstance(source, str) else "the config"
         raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
     return loaded, rules.topology_of(loaded.config)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from maxlm.base.console import Console
 from maxlm.compiler.aot import CompiledStep, build
+from maxlm.config import extensions
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises
@@ -19,7 +20,7 @@ from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import ParameterLeaf, parameter_leaves
 from maxlm.cost.step_cost import SecondOpinion, StepCost, program_cost
 from maxlm.cost.verify import step_of
-from maxlm.hardware.chips import GIB, PEAK_NAMES
+from maxlm.hardware.chips import GIB, Chip
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.vocabulary import vocabulary
 from maxlm.hlo.parser import read
@@ -47,7 +48,7 @@ class Report:
 
     @property
     def calibrated(self) -> bool:
-        """True if speeds are XLA's own or were measured on this machine; False for a GPU without `maxlm plan --calibrate`."""
+        """True if speeds were counted for TPUs or measured on this machine; False for a GPU without `maxlm plan --calibrate`."""
         return self.topology.is_tpu or bool(self.topology.chip.achieved.source)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class Report:
         }
         return {
             "run": self.config.run.name,
+            extensions.FIELD: [one.to_json() for one in extensions.of(self.config.extensions)],
             "topology": topology.name,
             "slices": topology.slices,
             "chips": topology.chips,
@@ -165,6 +167,8 @@ def _header(report: Report, console: Console) -> None:
     words = vocabulary(topology.chip)
     where = f"{words.counted(topology.chips)} on {words.hosts(topology.hosts)}"
     console.print(f"{slices}{topology.name}: {where}; mesh {mesh}")
+    for extension in extensions.of(config.extensions):
+        console.print(f"with {extension}")
     done = "compiled" if report.step.machine_code else "scheduled"
     verb = done if report.step.fits else "refused by the compiler"
     rest = "" if report.step.machine_code or not report.step.fits else "; machine code is not made (--machine-code)"
@@ -202,7 +206,8 @@ def _time(report: Report, console: Console) -> None:
     for note in report.scale.notes(total, source_of(chip, compiled=True)):
         console.print(f"  {note}")
     if cost.extra_round_s:
-        console.print(f"  One further round in every layer of experts takes {duration(cost.extra_round_s)} a step.")
+        more = duration(report.scale.expected_s(cost.extra_round_s))
+        console.print(f"  One further round in every layer of experts is expected to take {more} a step.")
     console.print("  Parts of the estimate:")
     kinds = {
         "matmul": ("#", cost.matmul_s),
@@ -215,7 +220,7 @@ def _time(report: Report, console: Console) -> None:
     console.print(f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
     console.print("  " + "   ".join(parts))
-    console.print(f"  matmuls: {formats_line(cost)}")
+    console.print(f"  matmuls: {formats_line(cost, chip)}")
     if cost.second_opinion is not None:
         console.print(f"  {second_opinion_line(cost.second_opinion)}")
     longest = [
@@ -231,11 +236,12 @@ def second_opinion_line(second: SecondOpinion) -> str:
     return f"all but kernels and communication: {duration(second.ours_s)}; by XLA's own cycles {duration(second.xla_s)} (ours is {off})"
 
 
-def formats_line(cost: StepCost) -> str:
-    """Share of the time of matmuls, by what they read: `bf16 38% (at 88% of peak), f8e4m3fn 62% (at 91%)`."""
+def formats_line(cost: StepCost, chip: Chip) -> str:
+    """Share of the time of matmuls, by what they read: `bf16 38% (at 88% of the bf16 peak), f8e4m3fn 62% (at 91% of the fp8 peak)`."""
     total = sum(row.seconds for row in cost.formats)
     rows = [row for row in cost.formats if row.seconds > LEAST_SHARE * total]
-    shares = (f"{row.operands} {row.seconds / total:.0%} (at {row.share_of_peak:.0%} of the {PEAK_NAMES[row.format]} peak)" for row in rows)
+    peaks = (f"at {row.share_of_peak:.0%} of the {chip.peak_name(row.format)} peak" for row in rows)
+    shares = (f"{row.operands} {row.seconds / total:.0%} ({peak})" for row, peak in zip(rows, peaks, strict=True))
     return ", ".join(shares) or "none"
 
 

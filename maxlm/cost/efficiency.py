@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from maxlm.hardware.chips import COUNTED, Chip
+from maxlm.hardware.chips import COUNTED, Chip, MatmulFormat
 from maxlm.hlo.parser import Computation, Op
 from maxlm.kernels.platform import CORES, LANES
 from maxlm.parallel.expert_rows import EVEN
@@ -28,7 +28,7 @@ HBM_SHARE = 0.9  # long copies
 # for v5e and v5p (2026-11-21).
 SMALL_VMEM_SHARE = 0.87
 
-# GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
+# GPUs. Measured on one H200 (2026-11-26, docs/lab/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
 # with all that is elementwise in it 0.72, copies 0.85. No whole step was timed.
 GPU_MATMUL_SHARE = 0.75
 # Our attention, of what causality leaves and by the largest head dim: forward and backward together, 9 matmuls, at 8,192 tokens. 256 was
@@ -63,6 +63,7 @@ def gpu_hbm_share(chip: Chip) -> float:
 
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
 LIBRARY = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)  # of others': megablox, tokamax
+TOKAMAX = re.compile(r"pallas_tpu_ragged_dot_t?gmm(?P<transposed>_transpose_rhs)?")  # of tokamax, in its first form
 EXPOSED = 0.08  # share of the shorter of work and copies that the longer does not hide
 
 
@@ -76,6 +77,7 @@ class GroupedMatmul:
     groups: int
     part: str  # "forward", "by_transpose" or "transposed_dw"
     ours: bool = True
+    tokamax: bool = False
 
     @property
     def flops(self) -> int:
@@ -83,18 +85,31 @@ class GroupedMatmul:
         return 2 * self.rows * self.deep * self.wide
 
     def seconds(self, chip: Chip, moved: float, hbm: float, speed: float = 1.0) -> float:
-        """Seconds on one device, for groups of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s; `speed`: of its format,
-        relative to bf16.
+        """Seconds on one device, for groups of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s; `speed`: relative
+        to the bf16 peak.
         """
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
         edges = chip.reached.group_edges if self.ours else chip.reached.library_edges
-        rows = self.rows + edges[gradient] * (self.groups - 1)
+        edge = measured[1] if (measured := self._measured(chip)) else edges[gradient]
+        rows = self.rows + edge * (self.groups - 1)
         work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / (speed * chip.peak_bf16_flops_per_device)
         cores, columns = max(CORES.get(kind, 1) for kind in chip.device_kinds), self.wide if self.part == "forward" else self.deep
         if not gradient and columns % (cores * LANES):  # whole lanes cannot be shared between the cores: one computes all columns
             work_s *= cores
         return max(work_s, moved / hbm) + EXPOSED * min(work_s, moved / hbm)
+
+    def speed(self, chip: Chip, format: MatmulFormat) -> float:
+        """Speed with operands in `format`, relative to the bf16 peak."""
+        if measured := self._measured(chip):
+            return measured[0] * (1.0 if format == "bf16" else measured[2])
+        return COUNTED * chip.matmul_speed(format)
+
+    def _measured(self, chip: Chip) -> tuple[float, int, float] | None:
+        """Figures of tokamax' kernel for this part, as in `GroupedShares`; None for other kernels and chips."""
+        shares = chip.reached.tokamax_grouped if self.tokamax else None
+        figures: tuple[float, int, float] | None = getattr(shares, self.part, None)
+        return figures
 
 
 def read(op: Op, computation: Computation) -> GroupedMatmul | None:
@@ -119,15 +134,19 @@ def _read_library(op: Op, computation: Computation) -> GroupedMatmul | None:
     """
     arrays = [shape.dims for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     matrices, result = [dims for dims in arrays if len(dims) == 2], op.shapes[0].dims
+    theirs = TOKAMAX.search(op.name)
     if len(result) == 3:
         groups, deep, wide = result
         rows = max((math.prod(dims) // size for dims in matrices for size in (deep, wide) if size in dims), default=0)
-        return GroupedMatmul(rows, deep, wide, groups, "transposed_dw", ours=False) if rows else None
+        return GroupedMatmul(rows, deep, wide, groups, "transposed_dw", ours=False, tokamax=bool(theirs)) if rows else None
     weights = max((dims for dims in arrays if len(dims) == 3), key=math.prod, default=None)
     if weights is None or len(result) != 2:
         return None
     rows, wide = result
-    return GroupedMatmul(rows, math.prod(weights[1:]) // wide, wide, weights[0], "forward", ours=False)
+    deep = math.prod(weights[1:]) // wide
+    if theirs and theirs["transposed"]:
+        return GroupedMatmul(rows, wide, deep, weights[0], "by_transpose", ours=False, tokamax=True)
+    return GroupedMatmul(rows, deep, wide, weights[0], "forward", ours=False, tokamax=bool(theirs))
 
 
 def _up(number: int, multiple: int) -> int:

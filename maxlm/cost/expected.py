@@ -11,7 +11,7 @@ from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.matmul import QuantizedConfig
-from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat
+from maxlm.hardware.chips import Chip, MatmulFormat
 from maxlm.hardware.published_runs import Correction, best_published, correction
 from maxlm.hardware.topologies import Topology, is_tpu
 from maxlm.models import mfu_format, step_flops
@@ -49,8 +49,8 @@ class StepScale:
 
     @property
     def peak_name(self) -> str:
-        """Format of the peak: "bf16", "int8" or "fp8"."""
-        return PEAK_NAMES[self.format]
+        """Format of the peak that MFU is a share of: "bf16", also where the chip has no published peak of the matmuls' format."""
+        return self.chip.peak_name(self.format)
 
     def expected_s(self, step_s: float) -> float:
         """Seconds that a step is expected to take; run times and costs are computed from it."""
@@ -62,12 +62,12 @@ class StepScale:
         return {"low": low * step_s, "middle": self.expected_s(step_s), "high": high * step_s}
 
     def mfu(self, step_s: float, format: MatmulFormat | None = None) -> float:
-        """Model FLOPs over the devices' peak FLOPs in that time, of the matmuls' format or another."""
+        """Model FLOPs over the devices' peak FLOPs in that time: of the matmuls' format or another, or bf16's where none is published."""
         return self.model_flops / (step_s * self.devices * self.chip.peak_flops_per_device(format or self.format))
 
     def mfu_text(self, step_s: float) -> str:
-        """`57.5%`, or where matmuls are quantized `31.2% of the fp8 peak, 62.4% of bf16's`."""
-        if self.format == "bf16":
+        """`57.5%`, or of a peak of 8 bits `31.2% of the fp8 peak, 62.4% of bf16's`."""
+        if self.peak_name == "bf16":
             return percent(self.mfu(step_s))
         return f"{percent(self.mfu(step_s))} of the {self.peak_name} peak, {percent(self.mfu(step_s, 'bf16'))} of bf16's"
 

@@ -17,7 +17,6 @@ from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host
 from maxlm.models.parameters import parameter_axes
 from maxlm.models.stack import STACKED, layer_groups
-from maxlm.training.optimizer import RULES
 from maxlm.training.split_masters import RESIDUAL, difference_dtype
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     settings = program.config.optimizer
     difference = difference_dtype(settings.state)
     masters = "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
-    formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
+    formats = [] if settings.state is None or not settings.facts.moments else [settings.state.moments, settings.state.second]
     optimizer = [settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])]  # formats of moments that are not float32
     return (
         *(frozen if program.config.model.lora is not None else ()),
@@ -116,7 +115,7 @@ class _BufferNames:
         tensor, expert = mesh["tensor"], mesh["expert"]
         self.vocab = config.model.vocab_size // tensor
         kinds = layers(config.model)
-        self.hidden = {size for kind in kinds for size in (kind.widths["up"] // tensor, *_padded(kind.expert_width // tensor))} - {0}
+        self.hidden = {size for kind in kinds for size in (kind.widths.get("up", 0) // tensor, *_padded(kind.expert_width // tensor))} - {0}
         rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
         tokens = rows * (config.data.seq_len // mesh["context"])
         self.kept = kept_sizes(config.model, config.memory.remat, tokens, tensor, expert)
@@ -153,7 +152,9 @@ def kept_sizes(model: ModelConfig, remat: str | Sequence[str], tokens: int, tens
     for kind in layers(model):
         names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
         for name in dict.fromkeys(names):
-            tensor_sizes = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
+            tensor_sizes = [
+                tokens * kind.widths.get(name, 0) // tensor
+            ]  # between tensor-parallel regions the sequence is split over `tensor`
             if name in ("gate", "up") and remat != "dots":
                 tensor_sizes += [rows * inside for inside in _padded(kind.expert_width // tensor)]
             for size in tensor_sizes:

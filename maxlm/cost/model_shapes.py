@@ -55,7 +55,7 @@ class LayerKind:
 
     def width(self, name: str, rows: float) -> int:
         """Numbers a token of a tensor, where experts compute `rows` rows for each token."""
-        return self.widths[name] + (math.ceil(rows * self.expert_width) if name in ("gate", "up") else 0)
+        return self.widths.get(name, 0) + (math.ceil(rows * self.expert_width) if name in ("gate", "up") else 0)
 
 
 @lru_cache(maxsize=64)
@@ -119,6 +119,8 @@ def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> Mapp
     """
     total: dict[float, tuple[float, float]] = {}
     for mixer in _mixers(model):
+        if mixer.mask is None:
+            continue
         share = mixer.mask.attended_pairs(seq_len) / CAUSAL.attended_pairs(seq_len)
         before, charged = total.get(share, (0.0, 0.0)), mixer.kernel_flops(seq_len, chip.device_kinds[0])
         total[share] = before[0] + charged[0], before[1] + charged[1]
@@ -126,8 +128,8 @@ def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> Mapp
 
 
 def value_dim(model: ModelConfig) -> int:
-    """Dims of a head's values."""
-    return _mixers(model)[0].out_HKD.shape[-2]
+    """Dims of a head's values; 0 for a model without attention."""
+    return next((mixer.out_HKD.shape[-2] for mixer in _mixers(model) if mixer.mask is not None), 0)
 
 
 def _mixers(model: ModelConfig, depths: Iterable[int] | None = None) -> list[Any]:

@@ -83,7 +83,7 @@ def _first_touch_s(step: jax.stages.Compiled, chip: Chip) -> float:
 
 
 def topology_of(found: Calibration, devices: Sequence[jax.Device]) -> Topology:
-    """`devices` as a topology, their chip with the speeds that were measured. Times on TPUs are XLA's own, which no factor changes."""
+    """`devices` as a topology, their chip with the speeds that were measured. TPUs are priced by counted shares of peak."""
     chip = chip_of(found.device_kind)
     if chip is None:
         return Topology(cpu_chip(found), (1, len(devices)))

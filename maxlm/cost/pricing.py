@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 
 from maxlm.cost import efficiency
-from maxlm.hardware.chips import COUNTED, HBM_LATENCY_S, Chip, CpuSpeeds, MatmulFormat, matmul_flops_per_s
+from maxlm.hardware.chips import HBM_LATENCY_S, Chip, CpuSpeeds, MatmulFormat, matmul_flops_per_s
+from maxlm.hardware.xla_flags import FLAGS, VMEM
 from maxlm.hlo.cpu_work import cpu_dots, function_values, transposes
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes, works
 from maxlm.hlo.op_flops import (
@@ -17,6 +18,7 @@ from maxlm.hlo.op_flops import (
     is_backward,
     kernel_operands,
     matmul_flops,
+    unit_flops,
 )
 from maxlm.hlo.parser import PALLAS, Computation, Module, Op
 
@@ -62,6 +64,8 @@ class TpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
+        raised = module.raised_vmem if module.raised_vmem is not None else set(VMEM) <= set(FLAGS.get(chip.name, ()))
+        self.share, self.unhidden = efficiency.scheduled_matmul(chip, raised_vmem=raised)
 
     def seconds(self, op: Op, computation: Computation) -> float:
         """Seconds of the operation `op` of `computation`; 0 if the operation does no work."""
@@ -69,13 +73,12 @@ class TpuPricing(_Pricing):
             return self._kernel(op, computation)
         if not works(op):
             return 0.0
-        flops = flops_by_operands(self.module, op, computation, self.tile, merged=True)
+        flops = unit_flops(self.module, op, computation, self.tile)
         moved = moved_bytes(self.module, op, computation) / self.hbm
         if not flops:
             return moved
-        share, unhidden = efficiency.scheduled_matmul(self.chip, raised_vmem=self.module.raised_vmem)
-        matmuls = self.matmul_s(flops) / share
-        exposed = unhidden * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
+        matmuls = self.matmul_s(flops) / self.share
+        exposed = self.unhidden * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
         return HBM_LATENCY_S + max(matmuls, moved) + exposed
 
     def kind(self, op: Op, computation: Computation) -> str:
@@ -103,7 +106,7 @@ class TpuPricing(_Pricing):
         name = op.name.split(".")[0]
         flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
         if grouped := efficiency.read(op, computation):
-            speed = COUNTED * self.chip.matmul_speed(format_of(kernel_operands(op, computation)))
+            speed = grouped.speed(self.chip, format_of(kernel_operands(op, computation)))
             return grouped.seconds(self.chip, moved, self.hbm, speed)
         if rounding := _ROUNDING.match(name):
             cycles = self.chip.reached.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)
@@ -182,7 +185,7 @@ class CpuPricing(_Pricing):
     """Seconds of operations on a CPU with measured speeds: matmuls by their shape, functions or bytes, whichever takes longest, and a
     fixed time. Without `CpuSpeeds`, as in older calibrations, FLOPs at the speed of a large matmul or bytes.
 
-    What stays in a cache is priced as if it came from memory: docs/observing.md has the error.
+    What stays in a cache is priced as if it came from memory: docs/explanation/observing.md has the error.
     """
 
     def __init__(self, module: Module, chip: Chip) -> None:

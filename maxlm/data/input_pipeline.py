@@ -15,6 +15,7 @@ import numpy as np
 
 from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.batch_sizes import BatchSizes
+from maxlm.config.choices import parts
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows
@@ -387,7 +388,8 @@ def _check_all(config: DataConfig, sources: Sequence[Source], split: Split, voca
 def _check(store: TokenStore, first: TokenStore, vocab_size: int, content: Content, field: str) -> None:
     """Refuse a store, named by the setting `field`, that does not match the objective, the model or the first store."""
     if store.info.content != content:
-        kind = {"text": "next_token (or no objective)", "conversations": "sft", "preferences": "dpo"}[store.info.content]
+        readers = [part.name for part in parts("objective") if part.facts.content == store.info.content]
+        kind = f"{readers[0]} (or no objective)" if store.info.content == "text" else readers[0]
         rule = f"holds {store.info.content}, and the objective reads {content}"
         raise ConfigError(field, store.path, rule, f"use objective.kind {kind}, or another store (data.prepare.conversations)")
     if store.info.tokenizer_hash != first.info.tokenizer_hash:

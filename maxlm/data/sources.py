@@ -13,11 +13,13 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.base.errors import UserError
+from maxlm.base.errors import UserError, shorten
+from maxlm.config.choices import blamed, implementation, parts
 from maxlm.data.metadata import About, about
 from maxlm.documents.files import SourceFile, each_once, find, open_input, reading
 from maxlm.documents.reader import records
@@ -27,7 +29,6 @@ from maxlm.documents.text import problem_of
 __all__ = ["Digests", "SourceFile", "combined", "digests", "find_files", "text_of"]
 
 FIELD = "data.prepare.sources"
-STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 Digests = dict[str, tuple[list[int | str], str]]  # path -> state of the file, digest of its content in hex
 
@@ -37,7 +38,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
     found: list[SourceFile] = []
     for source in sources:
         try:
-            found += _stdlib_files() if source == STDLIB else find(source)
+            found += _named(source) or find(source)
         except UserError as error:
             raise type(error)(f"{FIELD}: {error}") from error
     return each_once(found)
@@ -74,8 +75,23 @@ def _digest(file: SourceFile, known: Digests) -> tuple[list[int | str], str]:
             return state, hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
-def _stdlib_files() -> list[SourceFile]:
+def _named(entry: str) -> list[SourceFile]:
+    """The files of an entry that begins with the name of a part; [] for any other, which is a path. Raises UserError."""
+    name, _, argument = entry.partition(":")
+    for part in parts("source") if "://" not in entry else ():
+        if part.name == name:
+            with blamed(part, f"place {part.place}"):
+                files = [replace(file, source=entry) for file in implementation(part)(argument)]
+            if not files:
+                raise UserError(f"{entry} has no file of documents; name another source.")
+            return files
+    return []
+
+
+def standard_library(argument: str) -> list[SourceFile]:
     """Modules of the running interpreter: no tests, nothing installed, nothing that is not UTF-8."""
+    if argument:
+        raise UserError(f"python-stdlib takes nothing after a colon, and here it is {shorten(argument)}: write python-stdlib.")
     root = Path(sysconfig.get_paths()["stdlib"])
     paths: list[Path] = []
     for folder, below, names in os.walk(root):
@@ -84,7 +100,7 @@ def _stdlib_files() -> list[SourceFile]:
             with contextlib.suppress(UnicodeDecodeError):
                 path.read_bytes().decode()
                 paths.append(path)
-    return [SourceFile(str(path), path.stat().st_size, STDLIB, path.relative_to(root).as_posix()) for path in sorted(paths)]
+    return [SourceFile(str(path), path.stat().st_size, "", path.relative_to(root).as_posix()) for path in sorted(paths)]
 
 
 _log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
@@ -216,6 +217,27 @@ def companions_of(folder: str) -> dict[str, bytes]:
     """The companion files of a tokenizer.json, local or at a URL; {} for one that stands alone."""
     found = {name: read_if_present(f"{folder.rstrip('/')}/{name}") for name in manifest.COMPANIONS}
     return {name: content for name, content in found.items() if content is not None}
+
+
+def tokenizer_info(tokenizer: Tokenizer, settings: dict[str, Any]) -> manifest.StoreInfo:
+    """Manifest of a folder that holds this tokenizer and no tokens. `settings`: further ones."""
+    settings = {f"{FIELD}.end_of_document": tokenizer.end_of_document, **settings}
+    return manifest.StoreInfo(
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document_id=tokenizer.end_of_document_id,
+        dtype=manifest.smallest_dtype(tokenizer.vocab_size).name,  # type: ignore[arg-type]
+        fingerprint=manifest.fingerprint(settings),
+        settings=settings,
+        splits={split: manifest.SplitInfo(tokens=0, documents=0) for split in manifest.SPLITS},
+    )
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer that no store holds into the folder of a run, as `copy_tokenizer` does."""
+    settings = {} if tokenizer.frame == TextFrame() else {FRAME: tokenizer.frame.to_json()}
+    storage.write_bytes(str(folder), manifest.TOKENIZER, tokenizer.text.encode())
+    storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(tokenizer_info(tokenizer, settings).model_dump(mode="json")))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:

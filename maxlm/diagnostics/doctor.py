@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from maxlm.base.errors import shorten
 from maxlm.base.host import host_memory
 from maxlm.base.paths import is_remote
 from maxlm.cluster.accelerators import Accelerator, find_accelerators, remedy
+from maxlm.config.extension_files import GROUP, Declared, declared
 from maxlm.hardware.chips import chip_of
 
 GIB = 2**30
@@ -69,12 +71,16 @@ def diagnose() -> Report:
         *device_findings(devices, find_accelerators(), versions, os.environ.get("JAX_PLATFORMS", "")),
         *training_findings(devices),
         *cache_findings(devices["compilation_cache"]),
+        *extension_findings(extensions := declared()),
         Finding("cores", "ok", str(cores)),
         memory_finding(memory),
         disk_finding(disk, Path.cwd()),
         files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
     ]
     facts = {"python": platform.python_version(), "system": platform.platform(), "versions": versions, **devices}
+    facts["extensions"] = [
+        {"name": one.value, "distribution": one.distribution.name, "version": one.distribution.version} for one in extensions
+    ]
     return Report(tuple(findings), {**facts, "cores": cores, "memory_bytes": memory, "disk_free_bytes": disk})
 
 
@@ -182,6 +188,20 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
                 yield Finding(name, "problem", f"is {version}, and must be {jaxlib} as jaxlib is", fix)
             else:
                 yield Finding(name, "ok", version)
+
+
+def extension_findings(extensions: list[Declared]) -> Iterator[Finding]:
+    """List the extensions that installed packages declare, which a config may name, and what no config can name."""
+    owners = Counter(one.module for one in extensions)
+    for one in extensions:
+        name = one.distribution.name
+        if not one.module:
+            fix = f'declare a module, as in [project.entry-points."{GROUP}"] name = "my_package.my_module"'
+            yield Finding("extension", "warning", f"{shorten(one.value)} of {name} is no plain name of a module", fix)
+        elif owners[one.module] > 1:
+            yield Finding("extension", "warning", f"{one.module} is declared by {name} and by another package", "uninstall one of them")
+        else:
+            yield Finding("extension", "ok", f"{one.module} ({one.owner})")
 
 
 def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from maxlm.documents.json_records import lines_of
 from maxlm.documents.records import DamagedError, Defect, Found, Wanted, defect, record_of
@@ -97,3 +98,7 @@ def _rows(stream: ByteStream, limit: int, delimiter: str) -> Iterator[tuple[int,
         else:
             if values:
                 yield first, values
+
+
+read_commas = partial(read_csv, delimiter=",")
+read_tabs = partial(read_csv, delimiter="\t")

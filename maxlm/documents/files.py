@@ -18,7 +18,7 @@ from typing import Any, cast
 from maxlm.base.errors import UnavailableError, UserError, as_user_error, error_kind, shorten
 from maxlm.base.paths import is_remote, open_regular
 from maxlm.base.transient import first_line, is_transient, retried
-from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes_of
+from maxlm.documents.formats import UNKNOWN, facts_of, format_by_name, suffix_of, suffixes_of
 
 # Names by which file systems of fsspec tell the content or the time of a file, hashes before times.
 VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "mtime", "LastModified", "Last-Modified", "last_modified", "created")
@@ -265,7 +265,7 @@ def _data_only(places: Sequence[str], source: str) -> list[str]:
 
 def _without_descriptions(names: list[str], source: str, hidden: Iterable[str]) -> list[str]:
     """The files that are data. Logs which ones are not, the hidden ones included."""
-    records = {name for name in names if format_by_name(name) in RECORDS}
+    records = {name for name in names if (kind := format_by_name(name)) != UNKNOWN and not facts_of(kind).whole}
     bare = {name: PurePosixPath(name).name for name in names}
     described = {
         name for name in names if DESCRIPTIONS.fullmatch(bare[name]) or (name not in records and DESCRIPTION_STEMS.fullmatch(bare[name]))

@@ -2,42 +2,19 @@
 
 import re
 from pathlib import PurePosixPath
-from typing import Literal
 from urllib.parse import urlsplit
 
 import orjson
 
+from maxlm.config.choices import part, parts
+from maxlm.config.part import ReaderFacts
 from maxlm.documents.html import is_html
 from maxlm.documents.wikipedia import is_dump
 
-Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "array_record", "html", "warc", "wikipedia", "text", "unknown"]
+UNKNOWN = "unknown"  # format of a file that no reader reads
 HEAD = 4096  # bytes read to recognise a format
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
-PROSE = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".org", ".tex", ".bib", ".srt", ".vtt")
-# Source code and its settings, without the dots.
-_CODE = """
-py pyi pyx c h cc cpp cxx hpp hh cu cuh m mm cs java kt kts scala groovy js mjs cjs jsx ts tsx vue svelte go rs zig swift rb php pl pm lua r
-jl hs ml mli fs fsx clj cljs ex exs erl elm dart nim d f f90 for pas adb ads asm s v sv vhd vhdl lean coq agda lisp el scm rkt sh bash zsh
-fish ps1 bat cmd sql proto graphql thrift tf hcl cmake mk gradle bzl css scss sass less yaml yml toml ini cfg conf properties diff patch
-"""
-CODE = tuple(f".{name}" for name in _CODE.split())
-SUFFIXES: dict[Format, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
-    "json": (".json",),  # lines, a list, or one object: the content tells
-    "csv": (".csv",),
-    "tsv": (".tsv", ".tab"),
-    "parquet": (".parquet", ".pq"),
-    "array_record": (".arrayrecord", ".array_record"),
-    "html": (".html", ".htm", ".xhtml"),
-    "warc": (".warc", ".wet"),
-    "wikipedia": (".xml",),  # of MediaWiki; any other XML is unknown
-    "text": (*PROSE, *CODE),
-}
-BY_SUFFIX: dict[str, Format] = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-RECORDS: tuple[Format, ...] = ("jsonl", "json", "csv", "tsv", "parquet", "array_record", "warc", "wikipedia")  # many documents a file
 PARQUET = b"PAR1"
-# Block header and chunk header at the start of every file (Riegeli's specification, "Records file format").
-ARRAY_RECORD = b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"  # first line of a pointer (Git LFS, "The Pointer")
 # First bytes of formats that hold text, if at all, in a way that nothing here reads: the file is named with its format, not called text.
 FOREIGN = {
@@ -72,31 +49,38 @@ def suffix_of(path: str) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def format_by_name(path: str) -> Format:
+def facts_of(format: str) -> ReaderFacts:
+    """How files of a format are read."""
+    found: ReaderFacts = part("reader", format).facts if format != UNKNOWN else ReaderFacts()
+    return found
+
+
+def format_by_name(path: str) -> str:
     """The format that the name of a file states; text where it has no suffix, as far as its content states no other format."""
-    return BY_SUFFIX.get(suffix_of(path), "unknown") if suffix_of(path) else "text"
+    suffix = suffix_of(path)
+    return next((one.name for one in parts("reader") if suffix in one.facts.suffixes), UNKNOWN) if suffix else "text"
 
 
-def format_of(path: str, head: bytes) -> Format:
+def format_of(path: str, head: bytes) -> str:
     """The format of a file named `path` that begins with `head` when it is decompressed.
 
     First bytes that belong to one format alone decide (Parquet, ArrayRecord, WARC, a dump of MediaWiki), then the suffix. A name without a
     suffix, with one that is not known, or with .txt, .xml or .json leaves it to the content: pages and JSON.
     """
-    for magic, kind in ((PARQUET, "parquet"), (ARRAY_RECORD, "array_record"), (b"WARC/", "warc")):
-        if head.startswith(magic):
-            return kind  # type: ignore[return-value]
+    for one in parts("reader"):
+        if one.facts.magic and head.startswith(one.facts.magic):
+            return one.name
     if is_dump(head):
         return "wikipedia"
     suffix, stated = suffix_of(path), format_by_name(path)
     if stated == "json":
         return "jsonl" if _begins_with_an_object(head) else "json"
-    if suffix in ("", ".txt", ".xml") or stated == "unknown":
+    if suffix in ("", ".txt", ".xml") or stated == UNKNOWN:
         if is_html(head):
             return "html"
         if _JSON.match(head):
             return "jsonl" if _begins_with_an_object(head) else "json"
-    return "unknown" if stated == "wikipedia" else stated
+    return UNKNOWN if stated == "wikipedia" else stated
 
 
 def foreign_format(head: bytes) -> str | None:

@@ -6,23 +6,21 @@ import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from maxlm.base.errors import UnavailableError, UserError, error_kind, shorten
 from maxlm.base.transient import first_line, is_transient
-from maxlm.documents.csv_records import read_csv
+from maxlm.config.choices import blamed, implementation, part
 from maxlm.documents.files import open_input
-from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of
+from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, UNKNOWN, facts_of, foreign_format, format_by_name, format_of, suffix_of
 from maxlm.documents.html import of_html
-from maxlm.documents.json_records import read_json, read_jsonl
 from maxlm.documents.records import DEFAULTS, MIB, REASONS, DamagedError, Defect, Found, Record, Wanted, defect
 from maxlm.documents.stream import ByteStream, Meter, as_utf8, compression, open_stream
-from maxlm.documents.tables import local_copy, read_array_record, read_parquet
+from maxlm.documents.tables import local_copy
 from maxlm.documents.warc import read_warc
 from maxlm.documents.wikipedia import read_wikipedia
 
 PASSING = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ETIMEDOUT)  # faults of this machine
-TABLES = ("parquet", "array_record")
 
 
 def records(path: str, wanted: Wanted = Wanted(), tell: Callable[[int], None] | None = None) -> Iterator[Found]:
@@ -97,14 +95,14 @@ def _records(path: str, raw: BinaryIO, wanted: Wanted) -> Iterator[Found]:
     _refuse_pointer(path, head)
     if size == 0:
         return iter([_empty(path)])
-    if compression(head) is None and (kind := format_of(path, head)) in TABLES:
+    if compression(head) is None and facts_of(kind := format_of(path, head)).access != "stream":
         return _table(path, kind, raw, wanted)
     stream = open_stream(raw, Meter(wanted.limits))
     head = stream.peek(HEAD)
     if not head:
         return iter([_empty(path)])
     _refuse_pointer(path, head)
-    if (kind := format_of(path, head)) in TABLES:
+    if facts_of(kind := format_of(path, head)).access != "stream":
         return _table(path, kind, raw, wanted, stream)
     stream = as_utf8(stream)
     return _forward(path, stream.peek(HEAD), stream, wanted)
@@ -127,45 +125,67 @@ def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iter
     if foreign is not None:
         return iter([defect(0, "", "binary", format=foreign)])
     kind = format_of(path, head)
-    if kind == "jsonl":
-        return read_jsonl(stream, wanted)
-    if kind == "json":
-        return read_json(stream, wanted)
-    if kind in ("csv", "tsv"):
-        return read_csv(stream, wanted, "," if kind == "csv" else "\t")
-    if kind == "unknown":
+    if kind == UNKNOWN:
         return iter([defect(0, "", "unknown_format", head.decode("utf-8", "replace"), suffix=suffix_of(path))])
-    if wanted.text_field is None:
+    if wanted.text_field is None and not facts_of(kind).fields:
         return iter([defect(0, "", "no_fields", format=kind)])
-    if kind == "warc":
-        if not head.startswith(b"WARC/"):
-            raise DamagedError("damaged", "no WARC record at its beginning")
-        return read_warc(stream, wanted.limits)
-    if kind == "wikipedia":
-        return read_wikipedia(stream, wanted.limits)
-    return _whole(kind, stream, wanted)
+    return _read(kind, stream, wanted)
 
 
-def _whole(kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+def _read(kind: str, *arguments: Any) -> Iterator[Found]:
+    """What the reader of a format gives. Raises UserError: the reader of another package fails."""
+    one, passed = part("reader", kind), None
+    with blamed(one, f"place {one.place}"):
+        try:
+            yield from implementation(one)(*arguments)
+        except (DamagedError, OSError) as error:
+            passed = error
+    if passed is not None:
+        raise passed
+
+
+def read_archive(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """Records of a web archive."""
+    if not stream.peek(HEAD).startswith(b"WARC/"):
+        raise DamagedError("damaged", "no WARC record at its beginning")
+    yield from read_warc(stream, wanted.limits)
+
+
+def read_dump(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """Articles of a wiki."""
+    return read_wikipedia(stream, wanted.limits)
+
+
+def read_text(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """The one text of a file."""
+    return _whole(stream, wanted, lambda data: Record(1, "", data, {}))
+
+
+def read_html(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """The main content of a page."""
+    return _whole(stream, wanted, lambda data: of_html(1, "", data, {}))
+
+
+def _whole(stream: ByteStream, wanted: Wanted, made: Callable[[bytes], Found]) -> Iterator[Found]:
     """The one record of a file. A truncated file gives none, since its record would look whole."""
     limit = wanted.limits.max_record_bytes
     data = stream.take(limit + 1)
     if len(data) > limit:
         yield defect(1, "", "too_large", data[:HEAD].decode("utf-8", "replace"), limit=limit)
     else:
-        yield of_html(1, "", data, {}) if kind == "html" else Record(1, "", data, {})
+        yield made(data)
 
 
-def _table(path: str, kind: Format, raw: BinaryIO, wanted: Wanted, packed: ByteStream | None = None) -> Iterator[Found]:
+def _table(path: str, kind: str, raw: BinaryIO, wanted: Wanted, packed: ByteStream | None = None) -> Iterator[Found]:
     """Records of a table, which is read at any place. `packed`: content of a compressed file, which is unpacked on disk."""
     with contextlib.ExitStack() as stack:
         copy: Path | None = None
-        if packed is not None or (kind == "array_record" and "://" in path):  # that library reads local files only
+        if packed is not None or (facts_of(kind).access == "local" and "://" in path):
             copy = stack.enter_context(local_copy(iter(partial(raw.read, MIB), b"") if packed is None else packed.rest()))
-        if kind == "parquet":
+        if facts_of(kind).access == "file":
             file = raw if copy is None else stack.enter_context(copy.open("rb"))
-            found = read_parquet(path, file, file.seek(0, io.SEEK_END), wanted)
+            found = _read(kind, path, file, file.seek(0, io.SEEK_END), wanted)
         else:
             local = copy or Path(path)
-            found = read_array_record(local, local.stat().st_size, wanted)
+            found = _read(kind, local, local.stat().st_size, wanted)
         yield from found if packed is None else (one._replace(place=None) for one in found)

@@ -123,7 +123,7 @@ def decode(data: bytes, *declared: str | None) -> Decoded | None:
 
     In order: byte order mark; the escape sequences of ISO-2022; UTF-8; UTF-16 and UTF-32 by their NUL bytes; UTF-8 with a few wrong bytes;
     the first of `declared` (of an HTTP header, then of a <meta> tag) that chardet does not find unlikely; chardet's likeliest. One that
-    fails on some bytes is left for the next. docs/corpus.md has the shares of texts that come out as they were written.
+    fails on some bytes is left for the next. docs/lab/corpus.md has the shares of texts that come out as they were written.
     """
     marked = bom_encoding(data)
     if marked is not None:

@@ -1,6 +1,6 @@
 """Wikitext to plain text, in one pass of the text per kind of markup.
 
-mwparserfromhell is the well-kept library. Of 112 articles of real dumps (docs/corpus.md) its strip_code() leaves captions of
+mwparserfromhell is the well-kept library. Of 112 articles of real dumps (docs/lab/corpus.md) its strip_code() leaves captions of
 images, categories and parts of tables as text: 2,963 marks of markup, and none here, at an eighth of the speed. Told to remove them, it
 leaves 361 at a thirtieth of the speed. What is here is linear in the length of the text, whatever is left unclosed.
 """

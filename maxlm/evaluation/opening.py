@@ -4,22 +4,25 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxlm.base.paths import read_file
 from maxlm.config import Config, UserError
 from maxlm.config.derived import command_line, without_training
 from maxlm.config.schema import ModelConfig, PrecisionConfig
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
 from maxlm.interop.hf_config import text_tower
 from maxlm.interop.importing import import_model
+from maxlm.models import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.phases import progress_bar
 from maxlm.telemetry.run_dir import RunDirectory
@@ -39,12 +42,45 @@ class Opened:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class OpenedWeights:
+    """A model and its weights on a mesh. `context`: tokens that are read together; `tokenizer`: None if the model has none; `step` and
+    `folder` are None for a published model.
+    """
+
+    config: Config
+    mesh: Mesh
+    params: Parameters
+    model_state: Parameters
+    tokenizer: Tokenizer | None
+    context: int
+    step: int | None
+    folder: Path | None
+    notes: tuple[str, ...]
+
+
 def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None, kind: str = "raw") -> Opened:
+    """Open the model in the folder `place` to be evaluated on texts: as `open_weights`, and it must have a tokenizer."""
+    found = open_weights(place, overrides, step=step, context=context, kind=kind, text=True)
+    assert found.tokenizer is not None, "it was asked for"
+    model = LanguageModel(Scorer(found.config, found.mesh, context=found.context), found.params, found.model_state, found.tokenizer)
+    return Opened(model, found.step, None if found.folder is None else RunDirectory(found.folder, primary=True).evaluations, found.notes)
+
+
+def open_weights(
+    place: Path,
+    overrides: Sequence[str],
+    *,
+    step: int | None = None,
+    context: int | None = None,
+    kind: str = "raw",
+    text: bool = False,
+) -> OpenedWeights:
     """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
 
     `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
     `kind`: of the weights of a run. It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in
-    float32.
+    float32. `text`: it must have a tokenizer.
     Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
     """
     if not place.exists():
@@ -53,14 +89,13 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         raise UserError(f"{place} is neither a run, which has a {CONFIG}, nor a Hugging Face folder, which has a config.json.")
     if (place / CONFIG).is_file():
         saved = open_run(place)
-        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len, kind)
-        return Opened(model, found, RunDirectory(place, primary=True).evaluations, ())
+        return _weights(saved, overrides, step, context or saved.config.data.seq_len, kind, text=text)
     if kind != "raw":
         raise UserError(f"--weights {kind}: {place} is a Hugging Face folder, which has one kind of weights.")
     if step is not None:
         raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
     _settings(overrides)
-    spread = [text for text in overrides if text.strip().startswith("mesh.")] or ["mesh.fsdp=-1"]  # over the devices that will compute
+    spread = [one for one in overrides if one.strip().startswith("mesh.")] or ["mesh.fsdp=-1"]  # over the devices that will compute
     with tempfile.TemporaryDirectory() as folder:
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", spread, progress)
@@ -73,17 +108,16 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         saved = open_run(imported.folder)
         stored = said.get("dtype", said.get("torch_dtype"))
         overrides = [f"precision.compute={'bfloat16' if stored == 'bfloat16' else 'float32'}", *overrides]
-        return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len)[0], None, None, tuple(notes))
+        found = _weights(saved, overrides, None, context or saved.config.data.seq_len, text=text)
+        return replace(found, step=None, folder=None, notes=tuple(notes))
 
 
-def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: str = "raw") -> tuple[LanguageModel, int]:
-    """(the model, the step of its checkpoint)."""
-    tokenizer = saved.text_tokenizer()
+def _weights(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: str = "raw", *, text: bool) -> OpenedWeights:
+    tokenizer = saved.text_tokenizer() if text else saved.tokenizer
     config = _config(saved.config.model, saved.config.precision, overrides, context)
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step, kind)
-    scorer = Scorer(config, mesh, context=context)
-    return LanguageModel(scorer, weights.params, weights.model_state, tokenizer), weights.step
+    return OpenedWeights(config, mesh, weights.params, weights.model_state, tokenizer, context, weights.step, saved.directory, ())
 
 
 def _config(model: ModelConfig, precision: PrecisionConfig, overrides: Sequence[str], context: int) -> Config:

@@ -15,13 +15,13 @@ from maxlm.base.errors import UserError, error_kind, shorten, show
 from maxlm.base.paths import check_run_name, open_regular, user_path
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
-from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
+from maxlm.documents.formats import COMPRESSED, facts_of, format_by_name
 from maxlm.evaluation import template
 
 MOST_BYTES = 2**16  # of a task file
 MOST_LINE = 2**26  # bytes of an item
 FOLDER = "tasks"  # under configs/
-JSONL = (*SUFFIXES["jsonl"], ".json")
+JSONL = (*facts_of("jsonl").suffixes, ".json")
 
 
 class Item(NamedTuple):
@@ -35,17 +35,24 @@ class FewShot(Section):
     """Solved items before each prompt, drawn anew for every item, never the item itself nor one with the same prompt."""
 
     shots: Positive
+    """Solved items before each prompt. Unit: items."""
     seed: Seed = 0
-    data: Text | None = None  # JSONL to draw from; None: the task's own
+    """Seed by which the solved items are drawn. Unit: seed."""
+    data: Text | None = None
+    """JSONL file that solved items are drawn from; null: the task's own items."""
     separator: str = "\n\n"
+    """Text between two solved items, and before the prompt."""
 
 
 class TaskConfig(Section):
     """Settings of every task. Files are named from the task file's folder."""
 
-    name: Text = ""  # derived: the file's name
+    name: Text = ""
+    """Name of the task in results and metrics. Default: the file name of the task."""
     description: str = ""
-    limit: Positive | None = None  # the first so many items alone are asked
+    """Text about the task, which is shown with its results."""
+    limit: Positive | None = None
+    """Only the first items are asked, up to this number; null: all of them. Unit: items."""
 
     def templates(self) -> dict[str, str]:
         """Field -> template."""
@@ -57,11 +64,17 @@ class PerplexityTask(TaskConfig):
 
     kind: Literal["perplexity"]
     data: Text | None = None
-    store: StoredPath | None = None  # instead of `data`
-    split: Literal["train", "eval"] = "eval"  # of the store
-    text_field: Text = "text"  # of JSONL
-    prompt: Text | None = None  # template of what precedes each text of JSONL; it is read, not scored but for white space at its end
-    stride: Positive | None = None  # tokens by which windows move on; None: half of the context
+    """File to score: one text, or JSONL with a text in each line; null: `store` is given."""
+    store: StoredPath | None = None
+    """Token store to score, in place of `data`; null: `data` is given."""
+    split: Literal["train", "eval"] = "eval"
+    """Documents of the store that are scored. train: those that are trained on; eval: those that are held out."""
+    text_field: Text = "text"
+    """Field of the JSONL file that holds the text."""
+    prompt: Text | None = None
+    """Template of a text before each text of JSONL, which is read and not scored, but for white space at its end; null: none."""
+    stride: Positive | None = None
+    """Tokens by which windows over a long text move on; null: half of the context. Unit: tokens."""
 
     def templates(self) -> dict[str, str]:
         return {} if self.prompt is None else {"prompt": self.prompt}
@@ -71,18 +84,27 @@ class PromptTask(TaskConfig):
     """Items of a JSONL file, rendered as prompts."""
 
     data: Text
+    """JSONL file of the items."""
     prompt: Text
+    """Template of the prompt, with fields of the item in braces."""
     fewshot: FewShot | None = None
+    """Solved items before each prompt; null: none."""
 
 
 class MultipleChoiceTask(PromptTask):
     """The choice with the most likely text as continuation of the prompt."""
 
     kind: Literal["multiple_choice"]
-    choices: Text | Annotated[tuple[Text, ...], Field(min_length=2)]  # the field that holds their list, or the texts themselves
-    gold: Text  # the field that holds the right one: its number from 0, or its text
-    continuation: Text = " {choice}"  # template of what is scored
-    unconditional: str | None = None  # a context without the question, such as "Answer:"; with it also accuracy by the difference
+    choices: Text | Annotated[tuple[Text, ...], Field(min_length=2)]
+    """Field of an item that holds the list of choices, or the choices themselves where all items have the same."""
+    gold: Text
+    """Field of an item that holds the right choice: its number from 0, or its text."""
+    continuation: Text = " {choice}"
+    """Template of the text that is scored after the prompt."""
+    unconditional: str | None = None
+    """Context without the question, such as "Answer:"; with it, accuracy is also computed by the difference of the likelihoods with and
+    without the question. null: not computed.
+    """
 
     def templates(self) -> dict[str, str]:
         return {"prompt": self.prompt, "continuation": self.continuation, "unconditional": self.unconditional or ""}
@@ -92,10 +114,14 @@ class ExactMatchTask(PromptTask):
     """The most likely continuation of the prompt, compared with the answer after both are stripped of spaces."""
 
     kind: Literal["exact_match"]
-    answer: Text  # template of the right text
+    answer: Text
+    """Template of the right text, with fields of the item in braces."""
     stop: Annotated[tuple[Text, ...], Field(min_length=1)] = ("\n",)
+    """Texts at which the continuation ends."""
     max_new_tokens: Positive = 32
+    """Longest continuation that is generated. Unit: tokens."""
     ignore_case: bool = False
+    """Compare continuation and answer without regard to case."""
 
     def templates(self) -> dict[str, str]:
         return {"prompt": self.prompt, "answer": self.answer}

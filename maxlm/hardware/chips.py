@@ -71,7 +71,7 @@ MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a 
 PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
 # Speed of a kernel relative to the count of its machine code, which is a lower bound of its time where the matrix unit limits: XLA states
-# 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/benchmarks.md), and 5.5% for one on one core of a v5p. The
+# 1.4% to 2.6% more cycles for large matmuls than the kernel lab counts (docs/lab/benchmarks.md), and 5.5% for one on one core of a v5p. The
 # largest is taken for everybody's attention, grouped and gated kernels on all chips; kernels that only round have their counted cycles.
 COUNTED = 0.948
 
@@ -105,6 +105,15 @@ class AttentionShare:
 
 
 @dataclass(frozen=True)
+class GroupedShares:
+    """Grouped matmuls of tokamax by part: share of the bf16 peak, rows that a boundary adds, speed of 8 bits relative to bf16."""
+
+    forward: tuple[float, int, float]
+    by_transpose: tuple[float, int, float]
+    transposed_dw: tuple[float, int, float]
+
+
+@dataclass(frozen=True)
 class Reached:
     """Shares of peak that programs for a TPU reach, as `facts.toml` explains them; the defaults are assumed for chips without an entry."""
 
@@ -116,6 +125,7 @@ class Reached:
     rounding_cycles: tuple[float, float] = (0.0, 0.0)
     group_edges: tuple[int, int] = (128, 300)
     library_edges: tuple[int, int] = (512, 1000)
+    tokamax_grouped: GroupedShares | None = None  # None: as `library_edges`
 
 
 @dataclass(frozen=True)
@@ -171,8 +181,14 @@ class Chip:
 
     def peak_flops(self, format: MatmulFormat) -> float:
         """Published peak of matmuls in `format`, in FLOP/s (int8: OP/s); bf16's where none is published."""
-        published = {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}
-        return published[PEAK_NAMES[format]] or self.peak_bf16_flops
+        return self._published_peak(format) or self.peak_bf16_flops
+
+    def peak_name(self, format: MatmulFormat) -> str:
+        """Name of the peak that `peak_flops` returns: `bf16` where none is published for `format`."""
+        return PEAK_NAMES[format] if self._published_peak(format) else PEAK_NAMES["bf16"]
+
+    def _published_peak(self, format: MatmulFormat) -> float | None:
+        return {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}[PEAK_NAMES[format]]
 
     def peak_flops_per_device(self, format: MatmulFormat) -> float:
         """`peak_flops` of what jax calls a device."""
@@ -201,9 +217,10 @@ def _chip(row: Mapping[str, Any]) -> Chip:
 
 
 def _reached(value: Any) -> Any:
-    """A value of `reached`: pairs are tuples, and a table is attention's."""
+    """A value of `reached`: lists are tuples, and a table is of attention or, with a gradient of weights, of grouped matmuls."""
     if isinstance(value, dict):
-        return AttentionShare(**{name: tuple(pair) for name, pair in value.items()})
+        kind = GroupedShares if "transposed_dw" in value else AttentionShare
+        return kind(**{name: tuple(figures) for name, figures in value.items()})
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -26,6 +26,8 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GROUPED = re.compile(r"batch_group_count=(\d+)")
+_PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
+PASSES = {"default": 1, "high": 3, "highest": 6}  # through a TPU's matrix unit, of a matmul of two float32 arrays
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Dot:
     operands: str  # dtypes that it reads: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ
     sides: tuple[int, ...]  # its three lengths, shortest first; batch dims are part of them
     flops: int  # 2 a multiply-add
+    passes: int = 1  # through a TPU's matrix unit
 
 
 def dots(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Iterator[Dot]:
@@ -49,7 +52,7 @@ def dots(module: Module, op: Op, computation: Computation, tile: int = 1, *, mer
         exact = _flops(op, computation, 1, merged=False)
         once = exact <= 2 * max(shape.elements for shape in (left, right, op.shapes[0]))
         if flops := exact if once else _flops(op, computation, tile, merged):
-            yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)
+            yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops, _passes(op, left, right))
     elif op.opcode == "fusion":
         for body in (module.computations[callee] for callee in op.calls):
             for inner in body.ops:
@@ -61,11 +64,21 @@ def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1
     return sum(dot.flops for dot in dots(module, op, computation, tile))
 
 
-def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Mapping[str, int]:
+def flops_by_operands(module: Module, op: Op, computation: Computation) -> Mapping[str, int]:
     """FLOPs of all `dots` by the formats of their operands."""
     total: Counter[str] = Counter()
-    for dot in dots(module, op, computation, tile, merged=merged):
+    for dot in dots(module, op, computation):
         total[dot.operands] += dot.flops
+    return total
+
+
+def unit_flops(module: Module, op: Op, computation: Computation, tile: int) -> Mapping[str, int]:
+    """FLOPs that a TPU's matrix unit of width `tile` computes for all `dots`, by the formats of their operands: padded to whole tiles, and
+    of float32 in all of its passes.
+    """
+    total: Counter[str] = Counter()
+    for dot in dots(module, op, computation, tile, merged=True):
+        total[dot.operands] += dot.passes * dot.flops
     return total
 
 
@@ -152,6 +165,14 @@ def _sides(left: Shape, right: Shape, result: Shape) -> tuple[int, ...]:
     sizes = left.elements, right.elements, result.elements
     whole = math.prod(sizes)
     return tuple(sorted(round(math.sqrt(whole) / size) for size in sizes)) if whole else (0, 0, 0)
+
+
+def _passes(op: Op, left: Shape, right: Shape) -> int:
+    precision = _PRECISION.search(op.attributes)
+    if precision is None or "f32" not in (left.dtype, right.dtype):
+        return 1
+    passes = max(PASSES.get(name, 1) for name in precision.groups())
+    return passes if left.dtype == right.dtype else min(passes, 3)  # bfloat16 is one of the three parts of a float32
 
 
 def _pair(left: str, right: str) -> str:

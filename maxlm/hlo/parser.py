@@ -170,7 +170,7 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: str
-    raised_vmem: bool = True  # compiled with more scoped VMEM than XLA's default (`maxlm.hardware.xla_flags`)
+    raised_vmem: bool | None = None  # compiled with more scoped VMEM than XLA's default; None: as `maxlm.hardware.xla_flags` has it
 
     @cached_property
     def has_cycles(self) -> bool:
@@ -294,10 +294,14 @@ def _with_weights_once(op: Op, computation: Computation) -> Op:
     tiles = _TILES.search(op.attributes)
     if tiles is None or op.stated is None or len(op.shapes[0].dims) != 2:  # the gradient of weights reads none
         return op
-    left, weights = (computation.operand(op, len(op.operands) - place) for place in (2, 1))
-    if int(tiles["deep"]) < left.shapes[0].dims[-1]:
+    arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    rows, columns = op.shapes[0].dims
+    of_weights = [shape for shape in arrays if len(shape.dims) == 3]  # with scales, where they are quantized
+    of_rows = [shape for shape in arrays if len(shape.dims) == 2 and shape.dims[0] == rows]
+    deep = max((shape.dims[1] for shape in of_rows), default=0)
+    if not of_weights or int(tiles["deep"]) < deep:
         return op
-    moved = -(-op.shapes[0].dims[-1] // int(tiles["wide"])) * left.bytes + weights.bytes + op.bytes
+    moved = -(-columns // int(tiles["wide"])) * sum(shape.bytes for shape in of_rows) + sum(shape.bytes for shape in of_weights) + op.bytes
     return replace(op, stated=replace(op.stated, bytes_accessed=min(op.stated.bytes_accessed, moved)))
 
 

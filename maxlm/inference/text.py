@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from maxlm.base.console import Console, print_line
 from maxlm.base.paths import read_file
@@ -114,36 +115,68 @@ def generate_from_run(
 
     Raises UserError if the directory is no run or holds no checkpoint, or for a mesh, dtype or lengths that do not fit.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     run = open_run(directory)
     config = run.config
     tokenizer = run.text_tokenizer()
-    if not all(prompts):
+    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
+    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
+    mesh = build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
+    asked = Asked(prompts, sampler, dtype, chat, special)
+
+    def weights() -> tuple[Parameters, Parameters]:
+        read = run.weights(mesh, step, of)
+        return read.params, read.model_state
+
+    return continue_asked(config.model, config.data.seq_len, mesh, weights, tokenizer, asked, run.directory / TOKENIZER)
+
+
+class Asked(NamedTuple):
+    """Prompts to continue. `chat`, `special`: as of `generate_from_run`."""
+
+    prompts: Sequence[Prompt]
+    sampler: Sampler
+    dtype: str = "float32"
+    chat: bool = False
+    special: bool = False
+
+
+def continue_asked(
+    model: ModelConfig,
+    seq_len: int,
+    mesh: Mesh,
+    weights: Callable[[], tuple[Parameters, Parameters]],
+    tokenizer: Tokenizer,
+    asked: Asked,
+    folder: Path | None,
+) -> list[str]:
+    """Continue prompts with a model on `mesh`. `weights`: (parameters, model state), which are read once the request is known to fit;
+    `folder`: of the tokenizer, with its chat template; None: there is none. Raises UserError.
+    """
+    if asked.dtype not in DTYPES:
+        raise UserError(f"--dtype {asked.dtype} is not one of {' and '.join(DTYPES)}.")
+    if not all(asked.prompts):
         raise UserError("the prompt is empty: give a text to continue.")
-    ids, sampler = _encoded(run.directory / TOKENIZER, tokenizer, prompts, sampler, chat=chat, special=special)
+    ids, sampler = _encoded(folder, tokenizer, asked.prompts, asked.sampler, chat=asked.chat, special=asked.special)
     longest = max(map(len, ids))
-    length, most = longest + sampler.max_new_tokens, most_generated(config.model, config.data.seq_len)
+    length, most = longest + sampler.max_new_tokens, most_generated(model, seq_len)
     if length > most:
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
-    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
-    mesh = build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
     with jax.set_mesh(mesh):
-        slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
-        check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
-        weights = run.weights(mesh, step, of)
-        return _continue(config.model, weights.params, weights.model_state, tokenizer, ids, sampler, dtype)
+        slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(asked.prompts))
+        check_generation(model, slots, rows, dict(mesh.shape), asked.dtype)
+        return _continue(model, *weights(), tokenizer, ids, sampler, asked.dtype)
 
 
 def _encoded(
-    folder: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], sampler: Sampler, *, chat: bool, special: bool = False
+    folder: Path | None, tokenizer: Tokenizer, prompts: Sequence[Prompt], sampler: Sampler, *, chat: bool, special: bool = False
 ) -> tuple[list[Ids], Sampler]:
     """Ids of prompts, and the sampler with the stops that belong to them."""
     if not chat:
         return [_plain(tokenizer, prompt, special) for prompt in prompts], sampler
+    if folder is None:
+        raise UserError("the chat template of a Hugging Face folder is read once the model is imported: use `maxlm import` first.")
     ids, ends = chat_prompts(folder, tokenizer, prompts, special=special)
     return ids, replace(sampler, stop=(*sampler.stop, *ends))
 

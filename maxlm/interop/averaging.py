@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from maxlm.base.errors import quoted
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
+from maxlm.config.choices import part
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig
 from maxlm.interop.importing import MODEL, write_model
@@ -21,7 +22,6 @@ from maxlm.models import abstract_model_state, abstract_parameters, count_parame
 from maxlm.models.adapters import leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER, SavedRun, open_run
-from maxlm.training.schedule_free import NAME as SCHEDULE_FREE
 
 
 class Averaged(NamedTuple):
@@ -46,7 +46,7 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: str, pr
         train = config.train.model_copy(update={"start_from": None, "branch_from": None})
         data = config.data.model_copy(update={"prepare": None})
         optimizer = config.optimizer.model_copy(update={"state": None})
-        if optimizer.name == SCHEDULE_FREE:  # its checkpoints hold two points
+        if part("optimizer", optimizer.name).stored:  # its checkpoints hold another point than the weights
             optimizer = optimizer.model_copy(update={"name": "adamw"})
         without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
         config = config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})

@@ -11,8 +11,9 @@ from maxlm.config.fields import flatten
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.mtp import MtpConfig
 from maxlm.config.sections.rope import DynamicScaling
+from maxlm.config.table import model_class
 from maxlm.interop import packed
-from maxlm.interop.families import FAMILIES, Family
+from maxlm.interop.families import Family, families
 from maxlm.interop.families.keys import HARMLESS, NEUTRAL, OF_NETWORKS, Json, Keys, Section, shown
 from maxlm.interop.families.rope import POSITIONS, positions
 
@@ -71,7 +72,7 @@ def text_tower(values: Mapping[str, Any], source: str) -> Json:
     if ends := [end for i, end in enumerate(ends) if end not in ends[:i]]:
         facts["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     joined = {"model_type": TOWERS[values["model_type"]], **text, **facts}
-    family = FAMILIES.get(str(joined["model_type"]))
+    family = families().get(str(joined["model_type"]))
     return joined if family is None else {**joined, "architectures": [family.architecture]}
 
 
@@ -83,8 +84,8 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
     """Return (family, our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
     values = text_tower(values, source)
     keys, model_type = Keys(values, source), values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        keys.refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in families():
+        keys.refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(families())}")
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method") in packed.METHODS:
         if rule := packed.problem(quantized):
@@ -92,7 +93,7 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
         values = {name: value for name, value in values.items() if name != "quantization_config"}
     if keys.get(POSITIONS) is not None:
         keys.count(POSITIONS)
-    return FAMILIES[model_type], FAMILIES[model_type].read(values, source)
+    return families()[model_type], families()[model_type].read(values, source)
 
 
 # Settings of training, which say nothing about the network.
@@ -120,9 +121,9 @@ def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) 
     known = {} if base is None else base[1]
     seq_len = max(seq_len, known.get(POSITIONS) or 0)
     nearest: tuple[int, str] = (1 << 30, "")
-    for family in FAMILIES.values():
+    for family in families().values():
         values = family.write(config)
-        if family.model_type != "gpt2":
+        if family.states_positions:
             values |= {POSITIONS: positions(config.rope, config.max_seq_len or seq_len)}
         differing = _differing(config, values)
         if not differing:
@@ -139,11 +140,11 @@ def _base(published: Json) -> tuple[Family, Json]:
         family = read_config(values, "the published config.json")[0]
     except UserError as error:  # imported by another version of maxlm
         raise UserError(f"{error} To export without what the source said, remove the folder `published` from the run.") from None
-    known = next(name for name, one in FAMILIES.items() if one.architecture == family.architecture)
+    known = next(name for name, one in families().items() if one.architecture == family.architecture)
     if known != published["model_type"]:
         values = {key: value for key, value in values.items() if key != "auto_map"}
         values |= {"model_type": known, "architectures": [family.architecture]}
-    return FAMILIES[known], values
+    return families()[known], values
 
 
 def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json) -> tuple[Family, Json] | None:
@@ -152,7 +153,7 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
         section = read_config(published, "the published config.json")[1]
         depth = published.get("num_nextn_predict_layers") or 0
         mtp = config.mtp if config.mtp_depth in (0, depth) else MtpConfig(depth=depth)  # not all releases have the modules' weights
-        was = ModelConfig(**{**section, "mtp": mtp})
+        was = model_class()(**{**section, "mtp": mtp})
     except ValueError:
         return None
     before, after = (family.write(model) for model in (was, config))
@@ -161,7 +162,7 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
     values = {key: value for key, value in published.items() if key not in left_out} | {key: after[key] for key in changed if key in after}
     known = values.get(POSITIONS)
     scaled = positions(config.rope, seq_len) if config.rope != was.rope or isinstance(config.rope.scaling, DynamicScaling) else seq_len
-    if scaled and family.model_type != "gpt2" and scaled > (known or _LEAST_POSITIONS):
+    if scaled and family.states_positions and scaled > (known or _LEAST_POSITIONS):
         values[POSITIONS] = scaled
     return None if _differing(config, values) else (family, values)
 
@@ -169,8 +170,8 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
 def _differing(config: ModelConfig, values: Json) -> list[str]:
     try:
         section = read_config(values, "config.json")[1]
-        further = MtpConfig(depth=config.mtp_depth) if config.mtp and FAMILIES[values["model_type"]].copies else None
-        again = ModelConfig(**{**section, "mtp": further})
+        further = MtpConfig(depth=config.mtp_depth) if config.mtp and families()[values["model_type"]].copies else None
+        again = model_class()(**{**section, "mtp": further})
     except (UserError, ValueError) as error:
         return [str(error).splitlines()[0]] * _UNREADABLE
     mine, theirs = (dict(flatten(model.model_dump(mode="json"))) for model in (config, again))
@@ -179,6 +180,6 @@ def _differing(config: ModelConfig, values: Json) -> list[str]:
     ]
     if config.moe is not None and not config.n_dense:  # then no layer is as wide as d_ff
         differing = [text for text in differing if not text.startswith("model.d_ff ")]
-    differing += FAMILIES[values["model_type"]].problems(values)
+    differing += families()[values["model_type"]].problems(values)
     balanced = [bool(model.moe and model.moe.router.bias_rate) for model in (config, again)]
     return differing + (["model.moe.router.bias_rate"] if balanced[0] != balanced[1] else [])

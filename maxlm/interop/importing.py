@@ -21,7 +21,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.template_files import published_opening
 from maxlm.data.text_frame import FRAME, TextFrame
-from maxlm.data.tokenizer import MOST_BYTES, Tokenizer
+from maxlm.data.tokenizer import MOST_BYTES, Tokenizer, tokenizer_info
 from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import has_towers, read_config, text_tower
@@ -157,16 +157,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
         sizes = f"the tokenizer has {tokenizer.vocab_size:,} tokens and the model {model.vocab_size:,}"
         notes.append(f"{sizes}: training on data of this tokenizer needs a larger model.vocab_size")
     frame = published_frame(source, tokenizer, end_of_document)
-    settings = {"data.prepare.tokenizer.end_of_document": tokenizer.end_of_document, FRAME: frame.to_json()}
-    info = manifest.StoreInfo(
-        tokenizer_hash=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document_id=tokenizer.end_of_document_id,
-        dtype=manifest.smallest_dtype(tokenizer.vocab_size).name,  # type: ignore[arg-type]
-        fingerprint=manifest.fingerprint(settings),
-        settings=settings,
-        splits={split: manifest.SplitInfo(tokens=0, documents=0) for split in manifest.SPLITS},
-    )
+    info = tokenizer_info(tokenizer, {FRAME: frame.to_json()})
     (folder / manifest.MANIFEST).write_bytes(manifest.as_bytes(info.model_dump(mode="json")))
     return notes
 

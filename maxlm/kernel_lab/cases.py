@@ -5,7 +5,7 @@
 - gated_mlp: matmuls that end in something elementwise, ours and what XLA makes of the same
 - quantize_gated: what a gated activation makes, quantized, by our kernels and by XLA
 - matmul: the plain matmuls of a training step, as XLA makes them. There is no kernel of ours to compare: one written in Pallas was no
-  faster, neither in bfloat16 nor in int8 (docs/benchmarks.md has the figures). With 8-bit operands sums are multiplied by scales.
+  faster, neither in bfloat16 nor in int8 (docs/lab/benchmarks.md has the figures). With 8-bit operands sums are multiplied by scales.
 """
 
 import importlib

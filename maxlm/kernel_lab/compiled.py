@@ -77,7 +77,7 @@ def show(results: Sequence[Row], console: Console) -> None:
         of_shape = list(group)
         first = of_shape[0]
         least = f"at least {first.tensor_ms:.3f} ms of the tensor cores, {first.hbm_ms:.3f} ms of HBM"
-        console.print(f"[bold]{shape}[/bold] on {CHIP}: {least}", highlight=False)
+        console.print(f"{shape} on {CHIP}: {least}", style="bold", highlight=False)
         shown = table("kernel", "warnings", "regs", "shared", "spills", "HGMMA", "share")
         for row in of_shape:
             if row.problem:

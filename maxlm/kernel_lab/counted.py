@@ -105,7 +105,7 @@ def _filled(row: Row, kernel: Mapping[str, Any]) -> Row:
 def show(results: Sequence[Row], console: Console) -> None:
     """Print two tables for each shape: time, and use of the core's slots and memories."""
     for (shape, chip), group in itertools.groupby(results, lambda row: (row.shape, row.chip)):
-        console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
+        console.print(f"{shape} on {chip}", style="bold", highlight=False)
         of_shape = list(group)
         times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio", "XLA says")
         filled = table("part", "kernel", *SLOTS, "VMEM MB")

@@ -75,7 +75,7 @@ def sweep(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write:
 def show_sweep(rows: Sequence[Row], console: Console) -> None:
     """Print a table for each shape, the best blocks of each kernel first."""
     for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
-        console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
+        console.print(f"{shape} on {chip}", style="bold", highlight=False)
         shown = table("part", "kernel", "blocks", "kcycles", "waits", "sums", "over best", "of peak")
         by_part = defaultdict(list)
         for row in group:

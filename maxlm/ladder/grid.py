@@ -130,7 +130,7 @@ def _check_base(settings: LadderSettings, model: ModelConfig, train: TrainConfig
         raise UserError(f"{settings.base}: train.eval_batches = 0: a ladder fits the loss on held-out text; set at least 1.")
     if train.batch_ramp:
         raise UserError(f"{settings.base}: train.batch_ramp goes by tokens, and the runs of a ladder have different lengths: leave it out.")
-    if optimizer.schedule == "wsd" and (optimizer.decay_steps or optimizer.decay_tokens):
+    if optimizer.decays_at_end and (optimizer.decay_steps or optimizer.decay_tokens):
         raise UserError(
             f"{settings.base}: a decay of fixed length has another share of each run of a ladder: leave it out for a tenth of each."
         )

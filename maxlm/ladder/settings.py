@@ -19,38 +19,56 @@ class SizeConfig(Section):
     """One size. Settings that are not given keep the proportions of the base config: head_dim, n_heads / n_kv_heads, d_ff / d_model."""
 
     d_model: Positive
+    """Width of the hidden states of this size. Unit: dims."""
     n_layers: Positive
+    """Layers of this size. Unit: layers."""
     n_heads: Positive | None = None
+    """Query heads of this size; null: with the head_dim of the base config. Unit: heads."""
     n_kv_heads: Positive | None = None
+    """Key and value heads of this size; null: with the n_heads / n_kv_heads of the base config. Unit: heads."""
     d_ff: Positive | None = None
-    settings: dict[Text, Any] = Field(default_factory=dict)  # others, of this size alone, by dotted key, such as optimizer.peak_lr
+    """Hidden width of the feed-forward layers of this size; null: with the d_ff / d_model of the base config. Unit: dims."""
+    settings: dict[Text, Any] = Field(default_factory=dict)
+    """Other settings of this size alone, by dotted key, such as optimizer.peak_lr."""
 
 
 class FitConfig(Section):
     """Settings of the fit."""
 
-    form: Literal["chinchilla", "kaplan", "compute"] | None = None  # None: chinchilla if sizes have several lengths, else compute
-    parameters: Literal["all", "without_embeddings"] = "all"  # that count as the size
-    huber: PositiveFloat = 1e-2  # logarithm of loss from which on an error counts linearly
-    samples: Annotated[int, Field(strict=True, ge=20, le=10_000)] = 200  # of the bootstrap
+    form: Literal["chinchilla", "kaplan", "compute"] | None = None
+    """Law that is fitted. chinchilla: loss = E + A / N^alpha + B / D^beta of size N and tokens D (arXiv 2203.15556); kaplan: the form of
+    arXiv 2001.08361; compute: the loss over training FLOPs. null: chinchilla where sizes have several lengths, else compute.
+    """
+    parameters: Literal["all", "without_embeddings"] = "all"
+    """Parameters that count as the size of a model. all: all of them; without_embeddings: without the tables of tokens and positions."""
+    huber: PositiveFloat = 1e-2
+    """Error from which on it counts linearly rather than by its square. Unit: logarithm of the loss."""
+    samples: Annotated[int, Field(strict=True, ge=20, le=10_000)] = 200
+    """Samples of the bootstrap that gives the intervals of the fit. Unit: samples."""
 
 
 class ContestantConfig(Section):
     """Values that are tried for one optimizer, each with each: as many trials for all."""
 
     peak_lr: Annotated[tuple[PositiveFloat, ...], Field(min_length=1, max_length=64)]
-    settings: dict[Text, Any] = Field(default_factory=dict)  # by dotted key, such as optimizer.muon.momentum
+    """Peak learning rates that are tried, as many for each optimizer. Unit: learning rate."""
+    settings: dict[Text, Any] = Field(default_factory=dict)
+    """Other settings of this optimizer, by dotted key, such as optimizer.muon.momentum."""
 
 
 class CompareConfig(Section):
     """A comparison of optimizers, each tuned with equal trials at every size, at the shortest of the ladder's lengths."""
 
-    optimizers: Annotated[dict[Name, ContestantConfig], Field(min_length=2, max_length=16)]  # by `optimizer.name`
-    warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] | None = (
-        None  # shares of the run, for all; None: the ladder's `warmup`, else the base's
-    )
-    weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] | None = None  # the same
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=2, max_length=64)] = (1, 2, 3)  # of the final runs; trials have the seed 0
+    optimizers: Annotated[dict[Name, ContestantConfig], Field(min_length=2, max_length=16)]
+    """Optimizers that are compared, by `optimizer.name`, each with the values that are tried for it."""
+    warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] | None = None
+    """Lengths of the warm-up that are tried with every optimizer, as shares of the run; null: the ladder's `warmup`, else the base
+    config's. Unit: share.
+    """
+    weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] | None = None
+    """Weight decays that are tried with every optimizer; null: the base config's. Unit: factor of the learning rate."""
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=2, max_length=64)] = (1, 2, 3)
+    """Seeds of the final runs with the best values of each optimizer; trials have the seed 0. Unit: seed."""
 
     @model_validator(mode="after")
     def _equal_trials(self) -> "CompareConfig":
@@ -70,19 +88,32 @@ class CompareConfig(Section):
 class LadderSettings(Section):
     """The file. Lengths are given by at least one of `budgets`, `tokens` and `tokens_per_parameter`; each goes with every size."""
 
-    base: Text  # a config that every run is made from: a path, or a name under configs/
-    settings: dict[Text, Any] = Field(default_factory=dict)  # of all runs, by dotted key, such as model.parametrization
-    folder: LocalPath  # of the runs, their configs, results and the page
+    base: Text
+    """Config that every run is made from: a path, or a name under configs/."""
+    settings: dict[Text, Any] = Field(default_factory=dict)
+    """Settings of all runs over the base config, by dotted key, such as model.parametrization."""
+    folder: LocalPath
+    """Folder of the runs, their configs, the results and the page about them."""
     sizes: Annotated[dict[Name, SizeConfig], Field(min_length=1, max_length=64)]
-    budgets: Annotated[tuple[Budget, ...], Field(max_length=64)] = ()  # model FLOPs of a run (IsoFLOP)
+    """Sizes of the models, by name."""
+    budgets: Annotated[tuple[Budget, ...], Field(max_length=64)] = ()
+    """Compute budgets, each spent with every size (IsoFLOP profiles, arXiv 2203.15556). Unit: model FLOPs of a run."""
     tokens: Annotated[tuple[Tokens, ...], Field(max_length=64)] = ()
+    """Lengths of the runs, each with every size. Unit: tokens."""
     tokens_per_parameter: Annotated[tuple[PositiveFloat, ...], Field(max_length=64)] = ()
-    least_ratio: PositiveFloat = 1e-3  # tokens per parameter of a budget's runs; others are left out
+    """Lengths of the runs as multiples of the number of parameters, each with every size. Unit: tokens a parameter."""
+    least_ratio: PositiveFloat = 1e-3
+    """Runs of a budget with fewer tokens a parameter are left out. Unit: tokens a parameter."""
     most_ratio: PositiveFloat = 1e4
-    warmup: Fraction | None = None  # share of the run; None: the base's warm-up
+    """Runs of a budget with more tokens a parameter are left out. Unit: tokens a parameter."""
+    warmup: Fraction | None = None
+    """Length of the warm-up as a share of each run; null: the warm-up of the base config. Unit: share."""
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=64)] = (0,)
+    """Seeds with which every size and length is trained. Unit: seed."""
     fit: FitConfig = FitConfig()
-    compare: CompareConfig | None = None  # for `maxlm ladder --compare`
+    """Law that is fitted to the losses, and how it is fitted."""
+    compare: CompareConfig | None = None
+    """Values that are tried for each optimizer by `maxlm ladder --compare`; null: no comparison."""
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "LadderSettings":

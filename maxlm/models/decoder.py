@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm import kernels
-from maxlm.config.layer_parts import FEED_FORWARD, MEMORIES, RESIDUAL_RULES, LayerParts, layer_parts, load_part, mixer_class, mixers_of
+from maxlm.config.choices import implementation, part
+from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_class, mixers_of
 from maxlm.config.schema import MemoryConfig, ModelConfig, PrecisionConfig
 from maxlm.kernels.attention.rotary import Angles
 from maxlm.kernels.collectives import LookupLayout, embedding_lookup
@@ -37,12 +38,12 @@ class Block(nnx.Module):
     """One layer: a sequence mixer, a memory where its kind has one, and a feed-forward part, joined by a residual rule."""
 
     def __init__(self, config: ModelConfig, parts: LayerParts, *, ahead: bool = False) -> None:
-        self.residual = load_part(RESIDUAL_RULES[config.norm_position]).from_config(config, ahead=ahead)
+        self.residual = implementation(part("residual", config.norm_position)).from_config(config, ahead=ahead)
         self.attention = mixer_class(config, parts.mixer)(config, parts.mixer)  # whatever mixer: parameters are named after it
-        self.memory = load_part(MEMORIES[parts.memory])(config) if parts.memory else None
-        self.mlp = load_part(FEED_FORWARD[parts.feed_forward])(config)
+        self.memory = implementation(part("memory", parts.memory))(config) if parts.memory else None
+        self.mlp = implementation(part("feed_forward", parts.feed_forward))(config)
         for sublayer in ("attention", *(("memory",) if parts.memory else ()), "mlp"):
-            for name, module in self.residual.modules(config).items():
+            for name, module in self.residual.modules(config, sublayer).items():
                 setattr(self, f"{sublayer}_{name}", module)
 
     def __call__(
@@ -50,47 +51,18 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Any, RouterOutput]:
         """(hidden states, the mixer's cache with this call added, report of the router)."""
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        x_BSD, cache = self._run("attention", x_BSD, context, cache)
-        if self.memory is not None:
-            x_BSD, _ = self._run("memory", x_BSD, context)
-        x_BSD, router = self._run("mlp", x_BSD, context)
-        return constrain(x_BSD, *BETWEEN), cache, router
+        inputs = {"attention": (context, cache), **({} if self.memory is None else {"memory": (context,)}), "mlp": (context,)}
+        sublayers = {name: partial(self._run, name, more) for name, more in inputs.items()}
+        x_BSD, results = self.residual(vars(self), x_BSD, sublayers)
+        return constrain(x_BSD, *BETWEEN), results["attention"], results["mlp"]
 
-    def _run(self, sublayer: str, x_BSD: Array, *inputs: Any) -> tuple[Array, Any]:
-        """(hidden states after the sublayer of this name, its second result)."""
-        modules = {name.removeprefix(f"{sublayer}_"): module for name, module in vars(self).items() if name.startswith(f"{sublayer}_")}
-        return self.residual(modules, x_BSD, lambda x_BSD: getattr(self, sublayer)(x_BSD, *inputs))
+    def _run(self, name: str, inputs: Sequence[Any], x_BSD: Array) -> tuple[Array, Any]:
+        return getattr(self, name)(x_BSD, *inputs)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""
         memory = 0.0 if self.memory is None else self.memory.flops_per_token()
         return self.attention.flops_per_token(seq_len, masked=masked) + memory + self.mlp.flops_per_token()
-
-
-@dataclass(frozen=True)
-class Additive:
-    """x + multiplier * f(norm(x)); `sandwich` also norms the output of f (Gemma 2, arXiv 2408.00118)."""
-
-    multiplier: float
-    sandwich: bool
-
-    @classmethod
-    def from_config(cls, config: ModelConfig, *, ahead: bool) -> "Additive":
-        """The rule of a block; `ahead`: in a multi-token prediction module, which CompleteP does not scale."""
-        multiplier = config.residual_scale * (1.0 if ahead else config.parametrized.residual)
-        return cls(multiplier, config.norm_position == "sandwich")
-
-    def modules(self, config: ModelConfig) -> dict[str, Norm | None]:
-        """Modules of a sublayer, by their names after the name of the sublayer."""
-        return {"norm": Norm(config.d_model, config), "post_norm": Norm(config.d_model, config) if self.sandwich else None}
-
-    def __call__(
-        self, modules: Mapping[str, Any], x_BSD: Float[Array, "B S D"], sublayer: Callable[[Array], tuple[Array, Any]]
-    ) -> tuple[Float[Array, "B S D"], Any]:
-        """(hidden states after a sublayer, its second result)."""
-        y_BSD, result = sublayer(modules["norm"](x_BSD))
-        norm = modules["post_norm"]
-        return x_BSD + self.multiplier * (y_BSD if norm is None else norm(y_BSD)), result
 
 
 class DecoderOutput(NamedTuple):

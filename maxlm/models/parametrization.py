@@ -74,7 +74,7 @@ def folded(config: ModelConfig, name: Name) -> float:
     if part_of(name) == "scale" or part_of(name) == "bias":
         return _of_norm(config, name, by)
     residual = by.residual if name[0] in ("head", "layers", "tail") else 1.0
-    if part_of(name).removesuffix("_bias") in WRITERS and config.norm_position != "sandwich":
+    if part_of(name).removesuffix("_bias") in WRITERS and not config.norms_outputs:
         return residual
     asks = part_of(name) in ("query", "query_bias") and not config.qk_norm
     return by.attention if asks else 1.0

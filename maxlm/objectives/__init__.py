@@ -1,44 +1,37 @@
-"""Training objectives. A new objective is a module here, its rows in the tables, and its section in `config.schema.ObjectiveConfig`."""
+"""Training objectives. A new objective is a module here, and its record in `maxlm/config/parts/objectives.py` with its section."""
 
+from maxlm.config.capability import load
+from maxlm.config.choices import blamed, implementation, part, parts
 from maxlm.config.schema import Config
-from maxlm.data.marks import Content
+from maxlm.config.table import build_part
+from maxlm.objectives.batch_metric import BatchMetric, ModelOutput, with_metrics
 from maxlm.objectives.further_tokens import FurtherTokens
 from maxlm.objectives.objective import ArraySpec, NextToken, Objective, Sums
 from maxlm.objectives.preferences import LogProbabilities, Preferences, with_reference
-from maxlm.objectives.supervised import Supervised, SupervisedFurther
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    "next_token": NextToken,
-    "sft": Supervised,
-    "dpo": Preferences,
-}
-CONTENT: dict[str, Content] = {"next_token": "text", "sft": "conversations", "dpo": "preferences"}  # of the stores that it reads
-FURTHER: dict[type[Objective], type[Objective]] = {NextToken: FurtherTokens, Supervised: SupervisedFurther}  # with `model.mtp`
+from maxlm.objectives.supervised import Supervised
 
 
 def build_objective(config: Config) -> Objective:
     """The objective that `config` names; next-token prediction if it names none, of tokens further ahead with `model.mtp`."""
-    kind = OBJECTIVES[kind_of(config)]
-    return (FURTHER[kind] if config.model.mtp is not None else kind)(config)
-
-
-def kind_of(config: Config) -> str:
-    """Name of the objective."""
-    return "next_token" if config.objective is None else config.objective.kind
+    kind = "next_token" if config.objective is None else config.objective.kind
+    found = part("objective", kind)
+    with blamed(found, f"place {found.place}"):
+        made: type[Objective] = implementation(found) if config.model.mtp is None else load(found.facts.further)
+        metrics = [(one, build_part(config, "metric", one.name)) for one in parts("metric") if one.chosen(config)]
+        return (with_metrics(made, metrics) if metrics else made)(config)
 
 
 __all__ = [
-    "CONTENT",
-    "OBJECTIVES",
     "ArraySpec",
+    "BatchMetric",
     "FurtherTokens",
     "LogProbabilities",
+    "ModelOutput",
     "NextToken",
     "Objective",
     "Preferences",
     "Sums",
     "Supervised",
     "build_objective",
-    "kind_of",
     "with_reference",
 ]

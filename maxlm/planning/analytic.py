@@ -23,6 +23,7 @@ from maxlm.cost.quantized_matmuls import quantization_of
 from maxlm.hardware.chips import COUNTED, MOST_VMEM_BYTES, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
+from maxlm.hlo.op_flops import PASSES
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
@@ -55,7 +56,6 @@ ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up 
 
 HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
 FORWARD, GRADIENT = ("forward",), ("by_transpose", "transposed_dw")  # parts of a grouped matmul
-PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 
 
 class Shares(NamedTuple):
@@ -222,7 +222,7 @@ class Analytic:
             return False
         if layout.remat == "dots":
             return bool(matmul.experts) and matmul.name != "mlp_out"  # a kernel, which that policy does not know
-        needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else it is not used again
+        needed = matmul.name != "mlp_out" or model.norms_outputs  # else it is not used again
         normed = model.qk_norm and matmul.name in ("query", "key")  # kept behind the norm, asked for before it
         return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
 
@@ -308,9 +308,9 @@ class Analytic:
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
-            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths.get("attention", 0) if chunked else 0
             common = MODEL_WIDE * model.d_model + NORMED_WIDE * kind.rewritten
-            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
+            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths.get("up", 0) + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
             moved += share * tokens * self._quantizing(kind, layout)
@@ -465,7 +465,7 @@ class Analytic:
         sizes, number, model = dict(mesh), self.number, self.config.model
         routed, most = int(rows * self.rows[sizes["expert"]]), 0
         for kind in self.layers:
-            inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
+            inside = 4 * number * rows * kind.widths.get("up", 0) // sizes["tensor"] + 6 * number * rows * model.d_model
             inside += round(
                 sum(
                     self.collectives.travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes)

@@ -3,7 +3,8 @@
 Goodput is the share of the hosts' time, idle spares included, that went into steps which count. Failures are exponential, at one rate a
 chip. Part of them lose the host, and with it what lies in its memory; part of them hang, which the watchdog finds; the others lose the
 process only. A failure ends the step on all chips: it is detected, a spare host or a smaller mesh takes over, the program starts, and the
-newest state that is left is restored. Failures during recovery start it again. The defaults and their sources are in docs/reliability.md.
+newest state that is left is restored. Failures during recovery start it again. The defaults and their sources:
+docs/lab/reliability.md.
 """
 
 import functools

@@ -9,7 +9,7 @@ FORWARD, BACKWARD = 2, 7
 # XLA's: backward, the scores of a block of queries are computed again, and four matmuls make the gradients.
 XLA_BACKWARD = 6
 # Bytes a score that XLA's operations move, (forward, backward), and that a score occupies while it exists: of Llama 3.2 1B as XLA:GPU
-# compiled it for B200 (jax 0.10.2; docs/truth_gpu.md).
+# compiled it for B200 (jax 0.10.2; docs/lab/truth_gpu.md).
 SCORE_MOVES = (24, 58)
 SCORE_BYTES = 4
 QUERY_BLOCK = 1024  # queries that have scores in memory at one time (`maxlm.kernels.attention.xla`)

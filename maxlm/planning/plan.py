@@ -28,7 +28,7 @@ from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
-MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
+MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/lab/truth_gpu.md)
 MATMULS: Mapping[str, MatmulFormat] = {"bf16": "bf16", "int8": "int8", "fp8": "e4m3"}  # formats of `Plan.formats`
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
@@ -99,12 +99,14 @@ def best_estimate(points: Sequence[Point], available: int) -> Point | None:
     return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
-def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False) -> Plan:
+def make_plan(
+    loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False, quiet: bool = False
+) -> Plan:
     """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's; `start`: compiled first, default the
-    config's own; `quick`: compile a few only. Raises UserError if none can fit.
+    config's own; `quick`: compile a few only; `quiet`: show no progress. Raises UserError if none can fit.
     """
     config, started = loaded.config, time.monotonic()
-    with progress() as show_progress, Compiler(machine_code=False) as compiler:
+    with progress(quiet=quiet) as show_progress, Compiler(machine_code=False) as compiler:
         show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
         model, space = analytic_model(config, topology), LayoutSpace(config, topology.devices)
         try:

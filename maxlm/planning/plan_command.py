@@ -18,14 +18,14 @@ from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import check_out, read_file
 from maxlm.config.capability import Capability
 from maxlm.config.fields import flatten
-from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
+from maxlm.config.loader import COMMAND_LINE, SHIPPED, ConfigSource, LoadedConfig, find, load
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.table import present
 from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip
-from maxlm.hardware.topologies import is_tpu, near, parse
+from maxlm.hardware.topologies import Topology, is_tpu, near, parse
 from maxlm.planning.run_cost import Wanted
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Request:
     calibration: Path | None = None  # a file of `maxlm plan --calibrate`
     prices: str | None = None  # the file of `wanted.prices`
     quick: bool = False  # compile a few layouts only
+    source: ConfigSource | None = None  # the settings themselves, of a program; `name` is then only for messages
+    quiet: bool = False  # show no progress
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
@@ -65,6 +67,11 @@ class Request:
         given = {"--tokens": tokens, "--buy": buy, "--region": region, "--prices": self.prices}
         return (self.name, *self.overrides, *(part for option, value in given.items() if value is not None for part in (option, value)))
 
+    def load(self, *more: str) -> tuple[LoadedConfig, Topology]:
+        """(config with `more` overrides, machine)."""
+        source = self.name if self.source is None else self.source
+        return load_for_machine(source, (*self.overrides, *more), self.topology, self.slices, any_mesh=True)
+
     @property
     def file(self) -> Path:
         """The config to write."""
@@ -76,19 +83,14 @@ def run(request: Request, *, as_json: bool) -> int:
     for option, limit in (("--days-at-most", request.wanted.days_at_most), ("--dollars-at-most", request.wanted.dollars_at_most)):
         if limit is not None:
             raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
-    loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
-    topology = of_config(loaded.config.cost, topology) if request.calibration is None else calibrated(topology, request.calibration)
-    _check_planned(present(loaded.config))
+    loaded, topology = opened(request)
     _check_file(request, loaded)
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
-    from maxlm.planning.plan import make_plan
     from maxlm.planning.plan_output import show, to_json
 
-    plan = make_plan(loaded, topology, request.tokens, quick=request.quick)
-    if request.any_format:
-        plan = _in_fastest_format(request, plan)
+    plan = find_plan(request, loaded, topology)
     written, error = _write(request, plan)
     if as_json:
         sys.stdout.write(json.dumps(to_json(plan, written, request.wanted)) + "\n")
@@ -97,6 +99,22 @@ def run(request: Request, *, as_json: bool) -> int:
     if error is not None:
         raise error
     return 0 if plan.picked else 2
+
+
+def opened(request: Request) -> tuple[LoadedConfig, Topology]:
+    """(config, machine with its calibration) of a request. Raises UserError, also for what the cost model lacks."""
+    loaded, topology = request.load()
+    topology = of_config(loaded.config.cost, topology) if request.calibration is None else calibrated(topology, request.calibration)
+    _check_planned(present(loaded.config))
+    return loaded, topology
+
+
+def find_plan(request: Request, loaded: LoadedConfig, topology: Topology) -> "Plan":
+    """Search the layouts of an opened request. Raises UserError."""
+    from maxlm.planning.plan import make_plan
+
+    plan = make_plan(loaded, topology, request.tokens, quick=request.quick, quiet=request.quiet)
+    return _in_fastest_format(request, plan) if request.any_format else plan
 
 
 def _check_file(request: Request, loaded: LoadedConfig) -> None:
@@ -136,10 +154,11 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
         return plan
     format = min(plan.quantized, key=lambda name: plan.expected_in(name, plan.quantized[name]))
-    overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
-    loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
+    loaded, _ = request.load(f"precision.matmul={{format: {format}}}")
     try:
-        other = make_plan(loaded, plan.topology, request.tokens, replace(plan.chosen.layout, unroll=False), quick=request.quick)
+        other = make_plan(
+            loaded, plan.topology, request.tokens, replace(plan.chosen.layout, unroll=False), quick=request.quick, quiet=request.quiet
+        )
     except (UserError, KeyboardInterrupt) as error:
         return replace(plan, unformatted=f"{format}: {error}" if isinstance(error, UserError) else f"{format}: stopped")
     if other.chosen is None:
@@ -187,7 +206,7 @@ def _check_planned(capabilities: Iterable[tuple[Capability, Any]]) -> None:
 def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:
     """(config, chips to compare): the chip of its cluster or of --topology if given, else every TPU."""
     try:
-        loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+        loaded, topology = request.load()
     except NoClusterError:
         settings = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
         return load(request.name, settings).config, tuple(filter(is_tpu, CHIPS))

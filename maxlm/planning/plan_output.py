@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from maxlm.base.atomic import replacing
 from maxlm.base.console import Console, print_line
 from maxlm.base.errors import printable, shell_command
+from maxlm.config import extensions
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.expected import source_of
 from maxlm.hardware.chips import GIB
@@ -29,10 +30,12 @@ ALONE = "estimate"  # column of the steps that nothing corrects
 MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 
-def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
+def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted, console: Console | None = None) -> None:
     """Print the frontier, the chosen layout, what its run costs, and the paths of the config and the chart that were `written`."""
-    console, search, asked = output_console(), plan.search, plan.loaded.config
+    console, search, asked = console or output_console(), plan.search, plan.loaded.config
     console.print(f"{asked.run.name} on {machine_name(plan.topology)}", style="bold")
+    for extension in extensions.of(asked.extensions):
+        console.print(f"with {extension}")
     dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
     dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
     unrolled = sum(one.layout.unroll for one in search.trials)
@@ -169,6 +172,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
 
     return {
         "run": plan.loaded.config.run.name,
+        extensions.FIELD: [one.to_json() for one in extensions.of(plan.loaded.config.extensions)],
         "topology": topology.name,
         "slices": topology.slices,
         "chips": topology.chips,

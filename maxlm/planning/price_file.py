@@ -37,15 +37,25 @@ class OfferSettings(Section):
     """Prices of one chip-hour, hosts included, of a provider in a region. The last three replace our own figures."""
 
     chip: Annotated[Text, AfterValidator(_chip)]
+    """Chip that is offered, by its name in maxlm, such as v5p or h100."""
     provider: Text
+    """Company that offers the chip."""
     region: Text
+    """Region of the provider in which the price holds."""
     on_demand: PositiveFloat | None = None
+    """Price of a chip for an hour without commitment; null: not offered. Unit: currency units an hour."""
     spot: PositiveFloat | None = None
+    """Price of a chip for an hour that may be taken back at any time; null: not offered. Unit: currency units an hour."""
     reserved_1y: PositiveFloat | None = None
+    """Price of a chip for an hour with a commitment of one year; null: not offered. Unit: currency units an hour."""
     reserved_3y: PositiveFloat | None = None
-    watts: PositiveFloat | None = None  # of a chip with its share of the host
+    """Price of a chip for an hour with a commitment of three years; null: not offered. Unit: currency units an hour."""
+    watts: PositiveFloat | None = None
+    """Power of a chip with its share of the host; null: our own figure. Unit: watts."""
     pue: AtLeastOne | None = None
+    """Power usage effectiveness of the data centre: its energy over the energy of its machines; null: our own figure. Unit: factor."""
     kg_co2_per_kwh: NonNegative | None = None
+    """Emissions of the electricity in the region; null: our own figure. Unit: kg CO2 a kWh."""
 
     @model_validator(mode="after")
     def _has_a_price(self) -> "OfferSettings":
@@ -58,9 +68,13 @@ class PriceFile(Section):
     """A file of prices."""
 
     currency: Currency
+    """Currency of all prices in the file, by its ISO 4217 code."""
     date: Annotated[str, BeforeValidator(_day)]
+    """Day on which the prices were looked up, such as 2026-11-25."""
     source: Text
+    """Origin of the prices, which is printed beneath every estimate."""
     offers: Annotated[tuple[OfferSettings, ...], Field(min_length=1)]
+    """Prices of chips, one entry for each chip, provider and region."""
 
 
 def read_prices(name: str | None) -> PriceList:
@@ -70,7 +84,7 @@ def read_prices(name: str | None) -> PriceList:
     try:
         find(name)
     except UserError:
-        raise UserError(f"--prices {name}: there is no such file; give the path of a file of prices (docs/cost.md).") from None
+        raise UserError(f"--prices {name}: there is no such file; give the path of a file of prices (docs/how-to/cost.md).") from None
     settings = load_as(PriceFile, name)
     source = f"{settings.source}, {settings.date}"
     offers = tuple(Offer(**one.model_dump(), source=source) for one in settings.offers)

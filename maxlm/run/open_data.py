@@ -6,13 +6,14 @@ from typing import NamedTuple
 import jax
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.paths import PYTHON
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.sections.data import DataConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
-from maxlm.objectives import CONTENT, build_objective, kind_of
+from maxlm.objectives import build_objective
 from maxlm.run import frozen
 from maxlm.telemetry.phases import Phases
 
@@ -33,13 +34,16 @@ class OpenedData(NamedTuple):
 
 def open_data(config: Config, *, held_out: bool = True) -> OpenedData:
     """Open the training batches, and with `held_out` the held-out ones if evaluation is on. Raises UserError for an unusable store."""
+    if given := next((store for store in config.data.stores if store.startswith(PYTHON)), None):
+        fix = "go on in that program with maxlm.fit(config, data=...), or name a token store"
+        raise ConfigError("data.store", given, "the batches of this run came from a Python program", fix)
     create = functools.partial(
         Pipeline,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         make_batch=build_objective(config).make_batch,
-        content=CONTENT[kind_of(config)],
+        content=config.objective_facts.content,
     )
     data, named = create(config.data, batch_sizes=config.batch_sizes), dict[str, Pipeline]()
     if not held_out:
@@ -59,7 +63,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     def open_here() -> OpenedData:
         if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
-            _prepare(config.data)
+            _prepare(config.data, progress=phases.console.is_terminal)
         with phases("reading the data"):
             opened = open_data(config)
         frozen.check_unchanged(digests(opened))
@@ -68,8 +72,8 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     return agree.on_all(open_here, digests, frozen.explained)
 
 
-def _prepare(data: DataConfig) -> None:
+def _prepare(data: DataConfig, *, progress: bool) -> None:
     if jax.process_count() == 1:
-        prepare_store(data)
+        prepare_store(data, progress=progress)
     elif data.store is None or storage.read_bytes(data.store, manifest.MANIFEST) is None:  # of a disk or a bucket
         raise UserError(f"data.store = {data.store} is not prepared: on several hosts run `maxlm data prepare` once before training.")

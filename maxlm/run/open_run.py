@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, extensions
 from maxlm.config.capability import without
 from maxlm.config.loader import dump
 from maxlm.config.table import blamed, built_with_records, identity, implementations
@@ -31,11 +31,11 @@ from maxlm.run import elastic, frozen
 from maxlm.run.consistency import check_devices, check_shared, code_digest, digest, machine_facts
 from maxlm.run.jax_setup import enable_compilation_cache
 from maxlm.run.open_data import OpenedData, open_data_on_all_hosts
-from maxlm.run.resume_checks import lost_checkpoints
+from maxlm.run.resume_checks import lacking_extensions, lost_checkpoints
 from maxlm.supervision.watchdog import Watchdog
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
-from maxlm.telemetry.observer import Observers
+from maxlm.telemetry.observer import Observer, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
@@ -58,9 +58,17 @@ class OpenTasks(Protocol):
 
 
 @dataclass(frozen=True)
+class Given:
+    """Parts of a run that the calling program gives: further observers, and batches in place of token stores."""
+
+    observers: tuple[Observer, ...] = ()
+    open_data: Callable[[Config], OpenedData] | None = None
+
+
+@dataclass(frozen=True)
 class RunContext:
     """Shared by all parts of a run. `asked`: the config for all hosts; `config`: for those that are present; `observers`: once there are
-    some; `compilations`: of this process.
+    some; `compilations`: of this process; `given`: by the calling program.
     """
 
     asked: Config
@@ -71,6 +79,7 @@ class RunContext:
     watchdog: Watchdog
     compilations: Compilations
     observers: Observers
+    given: Given = Given()
 
     @property
     def primary(self) -> bool:
@@ -132,7 +141,9 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
         _check_machine(context)
     if here.absent and phases.primary:
         context.say(elastic.summary(context.asked.mesh, config.mesh, (context.asked.train.microbatches, config.train.microbatches), here))
-    data = open_data_on_all_hosts(config, phases)
+    data = open_data_on_all_hosts(config, phases) if context.given.open_data is None else context.given.open_data(config)
+    if loaded := extensions.facts(config.extensions):
+        agree.on_all(lambda: frozen.check_unchanged(loaded))
     context.follow()
     program = build_program(config, build_mesh(config))
     context, parts = _openings(context, program)
@@ -173,7 +184,12 @@ def _check_machine(context: RunContext) -> None:
     with phases("looking for devices"):
         enable_compilation_cache()
     if jax.process_count() > 1:
-        facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
+        facts = {
+            **extensions.facts(config.extensions),
+            "maxlm": f"{maxlm.__version__} ({code_digest()})",
+            **machine_facts(),
+            "config": digest(dump(config)),
+        }
         agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
@@ -191,7 +207,20 @@ def _checkpoints(context: RunContext, parts: Sequence[Opening], tokenizer_hash: 
         one.keep_copies(checkpoints, context.cluster.hosts, os.getppid() if progress_file.VARIABLE in os.environ else 0)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
+    else:
+        _refuse_without_extensions(checkpoints, config.extensions)
     return checkpoints
+
+
+def _refuse_without_extensions(checkpoints: Checkpoints, names: Sequence[str] | None) -> None:
+    """Raise UserError in all processes if the newest checkpoint was written with an extension that is not among `names`."""
+
+    def look() -> None:
+        steps = checkpoints.steps() if jax.process_index() == 0 else []
+        if steps and (text := lacking_extensions(checkpoints.position_here(steps[-1]) or {}, names)):
+            raise UserError(f"{checkpoints.directory}: {text}, or use another run.name. Nothing was changed.")
+
+    agree.on_all(look, explain=frozen.explained)
 
 
 def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:

@@ -1,15 +1,18 @@
 """Checks of a resumed run: settings that differ from its checkpoint are reported, and missing checkpoints refused."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import maxlm
 from maxlm.base.atomic import replacing
+from maxlm.base.errors import some
 from maxlm.base.strict_json import read_objects
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError, extensions, load
 from maxlm.config.fields import flatten
+from maxlm.config.loader import writer_of
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
@@ -20,6 +23,7 @@ from maxlm.training.session import Start
 IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
 BRANCHES = "train.branch_from."  # of a run that has just branched off, and differs by it from the other
 STORE, RATE = "contents of the data store", "learning rate of the next update"
+VERSION = "version of maxlm"
 
 
 def changed_settings(directory: RunDirectory, config: Config, start: Start, fingerprint: str) -> dict[str, list[Any]]:
@@ -30,6 +34,7 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
     """
     before = start.position.get("store", fingerprint)
     data = {} if before == fingerprint else {STORE: [before[:12], fingerprint[:12]]}
+    data |= _other_version(directory)
     if start.branched:
         assert config.train.branch_from is not None, "it says where the run branched off"
         return {**_differences(Path(config.train.branch_from.path) / directory.config.name, config, start), **data}
@@ -41,7 +46,35 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
         with replacing(directory.config_until(start.step)) as kept:
             kept.write(source.read_bytes())  # also where it is damaged
     directory.trained_again(start.step)
-    return {**changed, **data}
+    return {**changed, **data, **changed_extensions(start.position, config.extensions)}
+
+
+def changed_extensions(position: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Extension -> [before, now], version and digest, of those of these names that have changed since the checkpoint with `position`."""
+    before, now = position.get(extensions.FIELD), extensions.identities(names)
+    known = before if isinstance(before, dict) else {}
+    return {f"extension {name}": [known[name], now[name]] for name in now if known.get(name, now[name]) != now[name]}
+
+
+def lacking_extensions(position: Mapping[str, Any], names: Sequence[str] | None) -> str:
+    """Return why a config with the extensions `names` cannot go on from a checkpoint with `position`, which another one helped to write;
+    else "".
+    """
+    before, present = position.get(extensions.FIELD), tuple(names or ())
+    lacking = [str(name) for name in before if name not in present] if isinstance(before, dict) else []
+    if not lacking:
+        return ""
+    needed = ", ".join([*present, *lacking])
+    return f"its checkpoints were written with the extension {some(lacking)}, which this config does not name: add extensions=[{needed}]"
+
+
+def _other_version(directory: RunDirectory) -> dict[str, list[Any]]:
+    """The version of maxlm that wrote the saved config, and this one, if they differ."""
+    if not directory.config.is_file():
+        return {}
+    with directory.config.open(encoding="utf-8", errors="replace") as file:
+        version = writer_of(file.readline(200))
+    return {} if version is None or version == maxlm.__version__ else {VERSION: [version, maxlm.__version__]}
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:

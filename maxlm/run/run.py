@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -21,18 +21,19 @@ from maxlm.checkpoint.errors import first_line
 from maxlm.cluster import agree, cluster, deadline, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.signals import StopSignal
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, extensions
 from maxlm.config.loader import saved_text
 from maxlm.config.table import blamed, build, implementations
+from maxlm.data.given import GivenBatches
 from maxlm.data.stops import turn_ends
-from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.data.tokenizer import copy_tokenizer, write_tokenizer
+from maxlm.hardware.chips import PEAK_NAMES, MatmulFormat, chip_of
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.run import elastic, frozen
 from maxlm.run.jax_setup import select_platform
-from maxlm.run.open_run import OpenRun, OpenTasks, RunContext, open_run, prepare_memory
+from maxlm.run.open_run import Given, OpenRun, OpenTasks, RunContext, open_run, prepare_memory
 from maxlm.run.ownership import locked, owning
 from maxlm.run.reference import attach_reference
 from maxlm.run.resume_checks import changed_settings
@@ -82,6 +83,13 @@ class SamplePrinter(Protocol):
     ) -> dict[str, str | None]: ...
 
 
+class Ended(NamedTuple):
+    """End of `run_training`: the exit code of a process that does nothing else, and how training ended."""
+
+    code: int
+    outcome: Outcome
+
+
 StepPredictor = Callable[[Program], dict[str, Any]]  # figures as `telemetry.predicted` has them
 Predictor = Callable[[Config, Sequence[str]], StepPredictor]  # of the host of each process, too
 
@@ -93,9 +101,10 @@ def run_training(
     named: Mapping[str, str] | None = None,
     open_tasks: OpenTasks | None = None,
     predictor: Predictor | None = None,
-) -> int:
-    """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line. `open_tasks`: not None
-    where `config.evaluation` is set; `predictor`: where `cost.calibration` is.
+    given: Given = Given(),
+) -> Ended:
+    """Train as configured. `named`: settings of the cluster on the command line. `open_tasks`: not None where `config.evaluation` is set;
+    `predictor`: where `cost.calibration` is; `given`: by the calling program.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -116,14 +125,16 @@ def run_training(
         compilations = stack.enter_context(Compilations())
         stack.enter_context(locked(config.run, config.checkpoint, config.elastic, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]))
-        code = _run(context, print_samples, open_tasks, predictor, log)
-        if code in NO_RESTART:
-            here.finish(NO_RESTART[code])
-        return code
+        context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]), given)
+        ended = _run(context, print_samples, open_tasks, predictor, log)
+        if ended.code in NO_RESTART:
+            here.finish(NO_RESTART[ended.code])
+        return ended
 
 
-def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog) -> int:
+def _run(
+    context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog
+) -> Ended:
     here, goodput, watchdog = context.cluster, context.goodput, context.watchdog
     predict = _on_all_hosts(predictor, context)
     run = open_run(context, open_tasks)
@@ -135,7 +146,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     if checkpoints.memory is not None and run.trains:
         prepare_memory(checkpoints.memory, run.program, here.local_processes)
     concluded = _concluded(run)
-    if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
+    if config.objective_facts.reference and (run.trains or not concluded):
         touch = watchdog.progress.touch
         attach_reference(run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
@@ -150,7 +161,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
         if directory.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, outcome, stopped, bill)
-    return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
+    return Ended(ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status], outcome)
 
 
 class _ProgressObserver(Observer):
@@ -188,6 +199,7 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
+        active += run.context.given.observers
         known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
         active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
@@ -309,8 +321,12 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         source = source_tokenizer(config.train)
-        turns = turn_ends(config.data.stores)
-        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
+        if isinstance(given := run.data.train, GivenBatches):
+            if given.tokenizer is not None:
+                write_tokenizer(given.tokenizer, directory.path / TOKENIZER)
+        else:
+            turns = turn_ends(config.data.stores)
+            copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
         copy_published(source and source.parent, directory.path, goes_on=goes_on)
     return start
 
@@ -325,6 +341,12 @@ def _concluded(run: OpenRun) -> bool:
     return agree.from_process_0(kinds <= found)
 
 
+def _peak_name(format: MatmulFormat) -> str:
+    """Name of the peak that the devices' MFU is a share of; unknown devices have no MFU."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    return PEAK_NAMES[format] if chip is None else chip.peak_name(format)
+
+
 def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
     config, events, here = run.config, run.directory.events, run.context.cluster
     metrics = [*run.program.metrics, *([JOULES_PER_TOKEN] if bill is not None and bill.knows_power else [])]
@@ -333,12 +355,13 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
+        "mfu_peak": _peak_name(mfu_format(config.precision.matmul)),
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,
         "folder": str(run.directory.path),
         "version": maxlm.__version__,
+        **({extensions.FIELD: loaded} if (loaded := extensions.identities(config.extensions)) else {}),
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
         "metrics": charts_of(metrics),

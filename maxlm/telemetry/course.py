@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.observer import Event, evaluated
 
 
 def went_back(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
@@ -42,6 +43,21 @@ def surviving(events: Sequence[Event]) -> list[Event]:
             kept.append(events[index])
         limit = min(limit, back.get(index, math.inf))
     return kept[::-1]
+
+
+def evaluations(events: Iterable[Event]) -> Iterator[tuple[Event, str, Any]]:
+    """(event, name, value) of the figures that evaluations have written to `events`, the held-out loss of a finished run among them."""
+    for event in events:
+        # A stop for another reason holds the loss of an earlier step; a run without evaluations holds null.
+        done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
+        for name, value in ({"eval_loss": event.data["eval_loss"]} if done else evaluated(event)).items():
+            yield event, name, value
+
+
+def last_stop(events: Sequence[Event]) -> Event | None:
+    """The `stop` event of the newest attempt; None if it goes on, or ended without one."""
+    last_start = max((i for i, event in enumerate(events) if event.kind == "start"), default=-1)
+    return next((event for event in reversed(events[last_start + 1 :]) if event.kind == "stop"), None)
 
 
 def current_step(events: Sequence[Event], recorded: Iterable[int] = ()) -> int:

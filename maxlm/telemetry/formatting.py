@@ -15,11 +15,11 @@ _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
 def count(number: float) -> str:
-    """3210 -> 3,210; 16384000 -> 16.4 M; 8030261248 -> 8.03 B."""
+    """3210 -> 3,210; 16384000 -> 16.4 M; 8030261248 -> 8.03 B; 0.187 -> 0.187."""
     for scale, letter in _SCALES:
         if abs(number) >= scale:
             return f"{number / scale:.3g} {letter}"
-    return f"{round(number):,}"
+    return f"{number:.3g}" if abs(number) < 9.995 else f"{round(number):,}"
 
 
 def duration(seconds: float) -> str:
@@ -192,6 +192,7 @@ def held_out_title(key: str) -> str:
 
 def _weights_and_set(key: str) -> str:
     kind, _, rest = key.partition("/")
+    kind = kind if kind.startswith(HELD_OUT) else kind.replace("eval", HELD_OUT, 1)
     return "/".join(part for part in (_average(kind), rest) if part)
 
 

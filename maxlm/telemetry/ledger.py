@@ -1,7 +1,7 @@
 """Wall time of a run by part: every second from its first start on is in one, across attempts and the time between them.
 
 An attempt is a process that came to train, told by its events, its heartbeat and its last record; a process that did not is told by the
-supervisor. See docs/ledger.md.
+supervisor. See docs/explanation/ledger.md.
 """
 
 from collections.abc import Mapping, Sequence

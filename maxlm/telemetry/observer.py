@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from maxlm.base.background import Background
 from maxlm.base.metric import Metric
@@ -70,7 +70,8 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: MFU is a share of its peak), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `extensions` (name -> version and digest), `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts
+              `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     compile   programs compiled since the last of these events, or since the command began; `programs` (how many), `trace_s lower_s
@@ -82,7 +83,8 @@ class Event:
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)
-    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
+    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`;
+              of the section `metrics` in the same way `eval/METRIC`, `eval/METRIC/NAME`, `eval_ema/METRIC`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
               (their numbers), `seconds`, `passed_over` as above
@@ -117,11 +119,11 @@ class Event:
 
 
 def evaluated(event: Event) -> dict[str, Any]:
-    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME,
-    tasks/TASK/METRIC; {} of another event.
+    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME, the
+    same for each metric as eval/METRIC, and tasks/TASK/METRIC; {} of another event.
     """
     if event.kind == "eval":
-        return {name: value for name, value in event.data.items() if name.startswith("eval_loss")}
+        return {name: value for name, value in event.data.items() if name.startswith("eval")}
     tasks = event.data.get("tasks") if event.kind == "tasks" else None
     found = {}
     for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():
@@ -135,6 +137,7 @@ def is_step(value: Any) -> TypeGuard[int]:
     return is_number(value) and isinstance(value, int) and 0 <= value < 2**53
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Follows training, in a thread of its own. A call that raises OSError is made again later, so it must leave nothing half done."""
 

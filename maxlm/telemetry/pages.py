@@ -1,5 +1,6 @@
 """HTML pages of maxlm: one self-contained file each, for reports of runs, profiles, ladders and corpora."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +14,7 @@ from maxlm.telemetry.formatting import percent
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 SCRIPTS_POLICY = f"{POLICY}; script-src 'unsafe-inline'"
 
+_SECTION = re.compile(r"<section([^>]*)><h2>([^<]+)</h2>")
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined)
 
 
@@ -33,6 +35,18 @@ def page(
             title=title, sections=sections, css=css, scripts=scripts, policy=policy, meta=meta or {}, version=version
         )
     )
+
+
+def contents(sections: Sequence[str]) -> list[str]:
+    """The sections with anchors, and after the first one links to those that have a title."""
+    linked, links = [], ""
+    for section in sections:
+        if found := _SECTION.match(section):
+            anchor = re.sub(r"[^a-z0-9]+", "-", found[2].lower()).strip("-")
+            section = f'<section{found[1]} id="{anchor}">{section[found.end(1) + 1 :]}'
+            links += f'<a href="#{anchor}">{found[2]}</a> '
+        linked.append(section)
+    return [*linked[:1], f'<nav class="contents">{links}</nav>' if links else "", *linked[1:]]
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:

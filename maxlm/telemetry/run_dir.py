@@ -10,6 +10,7 @@ from maxlm.base.atomic import write_text
 from maxlm.base.errors import ConfigError, setting_error
 from maxlm.base.paths import check_run_name
 
+PROFILE_PAGE = "profile.html"  # in the folder of a traced step
 PROBE_BYTES = 1 << 20  # written and removed again to test the disk
 
 

@@ -4,14 +4,14 @@ import importlib.util
 import netrc
 import os
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from maxlm.base.errors import ConfigError
 from maxlm.config.sections.wandb import WandbConfig
-from maxlm.telemetry.observer import CLOSE_S, ConfiguredObserver, Event, StepRecord, evaluated
+from maxlm.telemetry.observer import CLOSE_S
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.tracker import Tracker, digest_of
 
 
 def check_wandb(project: str) -> None:
@@ -24,15 +24,8 @@ def check_wandb(project: str) -> None:
         raise ConfigError("wandb.project", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
 
 
-class WandbObserver(ConfiguredObserver):
-    """Log the figures of every record, and held-out losses, over `step`. A restart continues the same W&B run.
-
-    The first call connects; it is repeated while the service is not reached.
-    """
-
-    def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
-        self._project, self._directory, self._config = project, run, config
-        self._run: Any = None
+class WandbObserver(Tracker):
+    """Log figures to a run at Weights & Biases."""
 
     @classmethod
     def from_config(cls, wandb: WandbConfig, directory: RunDirectory, settings: Mapping[str, Any]) -> Self:
@@ -44,41 +37,23 @@ class WandbObserver(ConfiguredObserver):
         """Raise ConfigError as `check_wandb`."""
         check_wandb(wandb.project)
 
-    def on_step(self, record: StepRecord) -> None:
-        """Log the figures of the record."""
-        figures = record.to_dict()
-        del figures["time"]
-        self._log(figures)
+    def log(self, run: Any, figures: Mapping[str, Any]) -> None:
+        """Log figures; `step` is the horizontal axis of all."""
+        run.log(dict(figures))
 
-    def on_event(self, event: Event) -> None:
-        """Log held-out losses and results of tasks."""
-        if figures := evaluated(event):
-            self._log({"step": event.step, **figures})
-
-    def close(self) -> None:
-        """Finish the W&B run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-    def _log(self, figures: Mapping[str, Any]) -> None:
-        if self._run is None:
-            self._run = self._connect()
-        self._run.log({name: value for name, value in figures.items() if value is not None})
-
-    def _connect(self) -> Any:
+    def connect(self) -> Any:
         """Start or resume the W&B run. Raises OSError if the service is not reached."""
         import wandb
 
-        path = self._directory.path.resolve()
+        path = self.directory.path.resolve()
         try:
             run = wandb.init(
-                project=self._project,
+                project=self.project,
                 name=path.name,
-                id=sha256(str(path).encode()).hexdigest()[:16],
+                id=digest_of(self.directory),
                 resume="allow",
                 dir=str(path),
-                config=dict(self._config),
+                config=dict(self.config),
                 settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, finish_timeout=CLOSE_S),
             )
         except wandb.errors.AuthenticationError:

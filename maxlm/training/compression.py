@@ -9,7 +9,7 @@ top_k        velocity + e, the momentum of the device's own gradients (Deep Grad
 with diloco  the workers' change + e, by each of the three codecs
 
 Section 3.2 of the last takes what was sent out of the velocity as well. Here it does not: a number that is sent every time would move by a
-tenth of its gradient (1 - beta1), and the loss of a small model was worse by 2.7% (docs/compression.md).
+tenth of its gradient (1 - beta1), and the loss of a small model was worse by 2.7% (docs/lab/compression.md).
 
 The feedback is float32 and part of the state: of every device along `data` its error, and for top_k its velocity.
 """

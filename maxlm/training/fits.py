@@ -22,6 +22,7 @@ from maxlm.config.fields import Section
 from maxlm.config.layer_parts import layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig, TrainConfig
 from maxlm.config.sections.mesh import BATCH_AXES
+from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 from maxlm.config.table import build, state
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.kernels.attention.xla import QUERY_BLOCK
@@ -29,7 +30,6 @@ from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
 from maxlm.models.counts import count_matrices
 from maxlm.objectives import ArraySpec, build_objective
-from maxlm.training.optimizer import RULES
 
 INT32 = 4  # bytes
 THREADS = 2**15  # of one process: Linux refuses more with its default settings
@@ -179,7 +179,8 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
 
 def _state(config: Config, sizes: dict[str, int]) -> State:
     """State of a number in a matrix, at least."""
-    return state(config, sizes, RULES[config.optimizer.name].moment_bytes(config.optimizer.state))
+    formats = config.optimizer.state or OptimizerStateConfig()
+    return state(config, sizes, formats.moment_bytes(config.optimizer.facts))
 
 
 def _batch_bytes(config: Config) -> int:

@@ -3,7 +3,7 @@
 Every `integrity.every_steps` updates, and before every save, the copies of the state are compared (replicas.py). Every
 `integrity.replay_every` updates devices repeat the work of others (cell_replay.py), and every `integrity.repeat_every` one update is
 computed twice. After a disagreement the wrong device is named, as far as it can be, and training goes back to where all agreed.
-docs/integrity.md says what each check can see.
+docs/explanation/integrity.md says what each check can see.
 """
 
 import math

@@ -10,12 +10,13 @@ import functools
 import itertools
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxlm.base import directory_lock
 from maxlm.base.errors import UserError
@@ -27,6 +28,7 @@ from maxlm.config.table import averages
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.objectives import Sums
+from maxlm.objectives.batch_metric import whole_values
 from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
@@ -318,30 +320,52 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, session.program.evaluated(weights), held_out, _giving_up(session.gives_up, session, saving))
+            found = evaluate(session.program, session.program.evaluated(weights), held_out, _giving_up(session.gives_up, session, saving))
             _report_problems(session, held_out, step)
-            if loss is None:
+            if found is None:
                 _not_evaluated(session, step)
                 return None
-            losses[kind + name] = loss
+            losses[kind + name] = found.pop("loss")
+            losses |= {f"{kind.replace('eval_loss', 'eval')}/{key}{name}": value for key, value in found.items()}
     session.observers.on_event(Event("eval", step, data={**losses, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return losses["eval_loss"]
 
 
-def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False) -> float | None:
-    """Mean loss over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
-    batches = min(program.config.train.eval_batches, held_out.n_batches)
+def evaluate(
+    program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Mean `loss`, and the figures of `metrics`, over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
+
+    def batches() -> Iterator[Any]:
+        for n in range(min(program.config.train.eval_batches, held_out.n_batches)):
+            if gives_up():
+                raise _GivenUpError
+            yield held_out.device_batch(n, program.batch_sharding)
+
+    try:
+        sums = evaluated_sums(program, state, batches())
+    except _GivenUpError:
+        return None
+    return whole_values([metric for metric in program.objective.metrics if metric.held_out or metric.name == "loss"], sums)
+
+
+def evaluated_sums(program: Program, state: TrainState, batches: Iterable[Any]) -> Sums:
+    """Figures of all `batches`, which lie on devices, in float64 on the host; of a state that `Program.evaluated` made."""
     sums: list[Sums] = []
     with jax.set_mesh(program.mesh):
-        for n in range(batches):
-            if gives_up():
-                return None
+        for n, batch in enumerate(batches):
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
-            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
+            sums.append(program.evaluate(state.params, state.model_state, batch))
     whole = jax.device_get(sums)
-    return sum(float(part.added["loss"]) for part in whole) / max(sum(float(part.denominator) for part in whole), 1.0)
+    double = jax.tree.map(np.float64, [part._replace(largest={}, routing=None) for part in whole])
+    added: Sums = jax.tree.map(lambda *parts: sum(parts), *double)
+    return added._replace(largest={name: np.max([part.largest[name] for part in whole], axis=0) for name in whole[0].largest})
+
+
+class _GivenUpError(Exception):
+    """A signal asks training to stop."""
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

@@ -5,20 +5,15 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.schema import ModelConfig, OptimizerConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import factors, width_ratio
-from maxlm.training.matrices import hidden_matrix
 from maxlm.training.state_paths import path_of
-
-# A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
-# orthogonal times the root of their longer side (arXiv 2502.16982): of the spectral norm, which should stay (arXiv 2310.17813), one root.
-# With `update_rms: null` they are times a ratio of their sides, which stays.
-ADAM, MUON, MUON_BY_RATIO = -1.0, -0.5, 0.0
+from maxlm.training.update_rule import UpdateRule
 
 
 def with_factors(
-    inner: optax.GradientTransformation, axes: Parameters, model: ModelConfig, optimizer: OptimizerConfig
+    inner: optax.GradientTransformation, axes: Parameters, model: ModelConfig, rule: UpdateRule
 ) -> optax.GradientTransformation:
     """`inner`, which gives updates before the learning rate, with each parameter's factors; itself without a parametrization.
 
@@ -27,7 +22,7 @@ def with_factors(
     """
     if model.parametrization is None:
         return inner
-    rates = _tree(axes, lambda name, names: _rate(model, optimizer, name, names))
+    rates = _tree(axes, lambda name, names: _rate(model, rule, name, names))
     gains = _tree(axes, lambda name, names: 1 / factors(model, name, names).eps)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -37,13 +32,8 @@ def with_factors(
     return optax.GradientTransformation(inner.init, update)
 
 
-def _rate(model: ModelConfig, optimizer: OptimizerConfig, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
-    if not factors(model, name, axes).width_reads:
-        return 1.0
-    power = ADAM
-    if optimizer.name == "muon" and hidden_matrix(axes) is not None:
-        power = MUON_BY_RATIO if optimizer.muon is not None and optimizer.muon.update_rms is None else MUON
-    return width_ratio(model) ** power
+def _rate(model: ModelConfig, rule: UpdateRule, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
+    return width_ratio(model) ** rule.width_power(axes) if factors(model, name, axes).width_reads else 1.0
 
 
 def _times(tree: Any, by: Parameters) -> Any:

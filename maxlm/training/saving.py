@@ -21,6 +21,7 @@ from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.folder import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.cluster import agree
+from maxlm.config import extensions
 from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
@@ -216,6 +217,8 @@ class Saving:
         position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.levels, HEALTHY: health.healthy}
         branch = session.program.config.train.branch_from
         position |= {} if branch is None else {BRANCH: branch.step}
+        loaded = extensions.identities(session.program.config.extensions)
+        position |= {extensions.FIELD: loaded} if loaded else {}
         return position | session.data.position(step) | session.journal.position(session.data.left_out)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:

@@ -15,12 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from maxlm.config.sections.model import ModelConfig
-from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.models import parameter_specs
 from maxlm.models.parameters import Parameters
 from maxlm.training.stored_form import StoredForm
 
-NAME, Z = "schedule_free", "z"  # of the rule; of the point in its state
+Z = "z"  # name of the point in the state
 ROOT = ("opt_state", "2", Z)  # path of z in a training state: the last part of the chain of `build_optimizer`
 
 
@@ -72,8 +71,8 @@ class AveragedPoint(StoredForm):
         self._beta1, self._averaged = beta1, jax.jit(averaged, static_argnums=0, out_shardings=split)
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, device_mesh: Mesh | None, model: ModelConfig) -> Self | None:
-        return cls(optimizer.beta1, model, device_mesh) if optimizer.name == NAME else None
+    def from_config(cls, own: None, optimizer_beta1: float, device_mesh: Mesh | None, model: ModelConfig) -> Self:
+        return cls(optimizer_beta1, model, device_mesh)
 
     def asked(self, entries: Parameters) -> Parameters:
         """Add z, from which x follows."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int8, Int32, UInt8, UInt32
 
+from maxlm.config.part import FAST, FIRST, SECOND, SLOW
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.mesh import RULES
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
@@ -79,7 +80,6 @@ def _value(code: Array, count: int) -> Array:
     return value
 
 
-FIRST, FAST, SLOW, SECOND = "mu", "m1", "m2", "nu"  # names of the moments in the states of optax; of AdEMAMix the two in the middle
 SHORTEST = 16  # dim that has scales: of shorter ones there would be too many
 # Dims with elements of different kinds: tokens, positions and experts have scales of their own.
 APART = ("vocab", "position", "expert", "choices", *STACKED)

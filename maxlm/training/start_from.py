@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.paths import PYTHON
 from maxlm.base.transient import first_line, is_storage_error, retried
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
@@ -71,7 +72,8 @@ class StartFrom(FirstState):
         return fingerprint(self._source)
 
     def init(self, program: Program, identity: dict[str, str]) -> Init:
-        return partial(begin_from, program, self._source, open_tokenizer(program.config.data.stores[0]))
+        store = program.config.data.stores[0]
+        return partial(begin_from, program, self._source, None if store.startswith(PYTHON) else open_tokenizer(store))
 
 
 def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer | None) -> TrainState:
@@ -250,12 +252,12 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
 
 
 def _check_rate(before: OptimizerConfig, now: OptimizerConfig, old: float, new: float) -> None:
-    """Raise ConfigError if a cosine would have fallen, from the `old` rate to the `new`, since the beginning of a run that had another
-    schedule.
+    """Raise ConfigError if a schedule that falls from the beginning, such as a cosine, would have fallen from the `old` rate to the `new`
+    since the beginning of a run that had another schedule.
     """
-    if now.schedule == "cosine" != before.schedule and new < old and now.peak_lr == before.peak_lr:
+    if now.decays_throughout and now.schedule != before.schedule and new < old and now.peak_lr == before.peak_lr:
         rule = f"decays from the beginning of the run that is branched off, and the rate would fall from {old:.3g} to {new:.3g} at once"
-        raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
+        raise ConfigError("optimizer.schedule", now.schedule, rule, "use wsd, which decays over optimizer.decay_steps, or constant")
 
 
 def check_same_branch(source: BranchFromConfig, start: Start) -> None:

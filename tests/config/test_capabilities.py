@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.cli import app
-from maxlm.config import ConfigError, UserError, load, sections, table
+from maxlm.config import ConfigError, UserError, choices, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of, without
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump, saved_text
@@ -38,7 +38,7 @@ ONE = dict.fromkeys(AXES, 1)
 @pytest.fixture
 def registry(monkeypatch):
     """The table, to which a test may register."""
-    monkeypatch.setattr(table, "_registered", [])
+    monkeypatch.setattr(choices, "registered", [])
     yield
     monkeypatch.undo()
     table.clear()
@@ -124,10 +124,10 @@ def test_code_of_a_package_that_fails_is_named_in_one_line(registry, fields, err
 
 def test_a_saved_run_names_the_section_that_no_package_registers_here(average, tmp_path):
     (tmp_path / "config.yml").write_text(saved_text(load("runs/quickstart", ["train.swa.every=3"]).config))
-    table._registered.clear()
+    choices.registered.clear()
     table.clear()
     with pytest.raises(
-        UserError, match=r"train.swa = .*no such setting .* if a package registers train.swa, run the program that imports it"
+        UserError, match=r"train.swa = .*no such setting .* if an extension registers train.swa, add it with --extension MODULE"
     ):
         load(str(tmp_path))
 

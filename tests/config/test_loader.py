@@ -347,6 +347,49 @@ def test_a_diff_shows_what_differs_and_nothing_else(write):
     assert config_command("base", "--diff", "base").strip() == "no difference"
 
 
+def run_folder(path, config, version=__version__):
+    path.mkdir(parents=True)
+    (path / "config.yml").write_text(f"# Written by maxlm {version}\n{config}")
+    return str(path)
+
+
+def test_two_runs_are_compared_side_by_side_with_the_versions_that_wrote_them(write, tmp_path):
+    write(base=BASE)
+    base = dump(load("base").config)
+    first, second = run_folder(tmp_path / "one", base), run_folder(tmp_path / "two", base.replace("steps: 10", "steps: 99"))
+    lines = config_command(first, "--diff", second).splitlines()
+    assert [line.split() for line in lines[:2]] == [["one", "two"], ["train.steps", "10", "99"]]
+    assert not [line for line in lines if line.startswith(("run.", "written by"))]
+    assert json.loads(config_command(first, "--diff", second, "--json"))["train.steps"] == [10, first, 99, second]
+    assert config_command(first, "--diff", first).strip() == "no difference"
+    older = run_folder(tmp_path / "old" / "one", base + "gone: {away: 3}\n", "0.0.1")
+    lines = config_command(second, "--diff", older).splitlines()
+    assert lines[1].split("  ")[0] == "written by" and "maxlm 0.0.1" in lines[1]
+    assert {tuple(line.split()) for line in lines} >= {("train.steps", "99", "10"), ("gone.away", "–", "3")}
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[", b"- a", b"\xff\xfe", b"a: &a [*a]", b"model: {"])
+def test_a_damaged_run_is_compared_with_nothing(write, tmp_path, damaged, monkeypatch, capsys):
+    write(base=BASE)
+    whole, torn = run_folder(tmp_path / "one", dump(load("base").config)), run_folder(tmp_path / "two", "")
+    (tmp_path / "two" / "config.yml").write_bytes(damaged)
+    monkeypatch.setattr(sys, "argv", ["maxlm", "config", whole, "--diff", torn])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1), printed.err
+    assert "two/config.yml" in printed.err
+
+
+def test_a_run_that_another_version_wrote_is_read_with_a_note(write, tmp_path):
+    write(base=BASE)
+    base = dump(load("base").config)
+    (note,) = load(run_folder(tmp_path / "old", base, "0.0.1")).notes
+    assert "was written by maxlm 0.0.1, and this is" in note
+    assert load(run_folder(tmp_path / "new", base)).notes == ()
+    assert load("base").writer is None
+
+
 def test_the_quickstart_reads_as_a_person_reads_it():
     """The file's own words, key for key, are in the config that it loads to."""
     said = dict(flatten(YAML(typ="safe", pure=True).load((SHIPPED / "runs" / "quickstart.yml").read_text(encoding="utf-8"))))
@@ -431,7 +474,7 @@ def test_a_saved_config_that_this_version_cannot_read_names_the_version_that_wro
     with pytest.raises(UserError, match=r"future.*written by .* or export the run with that version"):
         load(str(tmp_path))
     (tmp_path / RUN_CONFIG).write_text(f"# Written by maxlm {__version__}\n{BASE}future: {{setting: 1}}\n")
-    with pytest.raises(UserError, match=r"future.*if a package registers future, run the program that imports it") as caught:
+    with pytest.raises(UserError, match=r"future.*if an extension registers future, add it with --extension MODULE") as caught:
         load_saved(tmp_path)
     assert "export" not in str(caught.value), "a mistake of today"
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
-import multiprocessing, os, sys, time
-from concurrent.futures import ProcessPoolExecutor
+JOBS = """
+import os, time
 from pathlib import Path
-from maxlm.config.workers import end_with_parent, workers_without_signals
 
 def last():
     Path(str(os.getpid())).unlink(missing_ok=True)
@@ -21,22 +19,28 @@ def last():
 def work(number):
     Path(str(os.getpid())).touch()
     time.sleep(60)
+"""
+PROGRAM = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+import jobs
+from maxlm.config.workers import end_with_parent, workers_without_signals
 
-if __name__ == "__main__":
-    pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), end_with_parent, (last,))
-    with workers_without_signals():
-        for number in range(2):
-            pool.submit(work, number)
-    try:
-        time.sleep(60)
-    except KeyboardInterrupt:
-        time.sleep(1)  # are they there still?
-        os._exit(len(multiprocessing.active_children()))
+pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), end_with_parent, (jobs.last,))
+with workers_without_signals():  # without `if __name__ == "__main__"`: no worker runs the script again
+    for number in range(2):
+        pool.submit(jobs.work, number)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)  # are they there still?
+    os._exit(len(multiprocessing.active_children()))
 """
 
 
 def started(folder):
     """The parent, and its workers once they work."""
+    (folder / "jobs.py").write_text(JOBS)
     (folder / "program.py").write_text(PROGRAM)
     process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, stderr=subprocess.PIPE, text=True, process_group=0)
     workers: list[Path] = []

@@ -116,4 +116,4 @@ def test_a_config_names_its_calibration(file):
     with pytest.raises(UserError, match=f"^{FIELD} .* was measured on NVIDIA H100 80GB HBM3, and h200:1x8 is made of H200"):
         of_config(other.cost, topology_of(other))
     (said,), (plain,) = (list(_not_calibrated(one)) for one in (corrected, topology_of(gpu)))
-    assert "corrected by what was measured (node7, 2026-11-25)" in said and "no measurement has corrected" in plain
+    assert "corrected by what was measured (node7, 2026-11-25)" in said and "not measured on your machine (maxlm plan --calibrate)" in plain

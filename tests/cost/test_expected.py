@@ -107,3 +107,15 @@ def test_a_further_round_of_experts_has_a_price_that_the_step_does_not_count():
     assert _extra_round_s(root, 1) == pytest.approx(outside.seconds)
     other = LOOP.replace("experts_of_900_rows", "cross_entropy")
     assert _extra_round_s(replay(read(other), network)[0], 1) == 0.0, "a loop that is not of experts"
+
+
+@pytest.mark.parametrize(
+    ("topology", "format", "name"), [("tpu7x:2x2x1", "fp8", "fp8"), ("tpu7x:2x2x1", "int8", "bf16"), ("v5p:2x2x1", "fp8", "bf16")]
+)
+def test_mfu_names_the_peak_that_it_is_a_share_of(topology, format, name):
+    """tpu7x has a published peak of fp8 and none of int8; v5p none of fp8."""
+    found = scale(parse(topology), precision={"compute": "bfloat16", "matmul": {"format": format}})
+    chip = found.chip
+    peak = {"bf16": chip.peak_bf16_flops, "fp8": chip.peak_fp8_flops}[name]
+    assert found.mfu(1.0) == pytest.approx(found.model_flops / found.devices * chip.devices_per_chip / peak)
+    assert found.peak_name == name and (f"of the {format} peak" in found.mfu_text(1e-6)) == (name == format)

@@ -215,3 +215,43 @@ def test_a_compiled_program_has_what_is_read(chip):
         module = parser.read(jax.jit(every).lower(x, w, sizes).compile().as_text())
     found = {read(op, computation) for computation in module.computations.values() for op in computation.ops if op.opcode == "custom-call"}
     assert found - {None} == {GroupedMatmul(1024, 512, 256, 4, part) for part in PARTS.values()}
+
+
+TOKAMAX = """HloModule tokamax, is_scheduled=true
+
+ENTRY %main () -> bf16[128,4096,1536] {
+  %n = s32[5] parameter(0)
+  %x = bf16[524288,4096]{1,0} parameter(1)
+  %w = bf16[128,4096,1536]{2,1,0} parameter(2)
+  %f = bf16[524288,1536]{1,0} parameter(3)
+  %of_x = f32[524288,128]{1,0} parameter(4)
+  %pallas_tpu_ragged_dot_gmm.1 = bf16[524288,1536]{1,0} custom-call(%n, %x, %of_x, %w), COST
+  %pallas_tpu_ragged_dot_gmm_transpose_rhs.2 = bf16[524288,4096]{1,0} custom-call(%n, %f, %w), COST
+  ROOT %pallas_tpu_ragged_dot_tgmm.3 = bf16[128,4096,1536]{2,1,0} custom-call(%n, %x, %f), COST
+}
+""".replace(
+    "COST",
+    'custom_call_target="tpu_custom_call", '
+    'backend_config={"cost_estimate":{"flops":"6597069766656","transcendentals":"0","bytes_accessed":"7500000000"}}',
+)
+# Medians of the times that tokamax' authors measured at this shape on tpu7x, in milliseconds; tools/lab/tokamax_grouped.py reads them.
+MEASURED_MS = {"forward": 8.153, "by_transpose": 9.471, "transposed_dw": 9.667}
+
+
+def test_grouped_matmuls_of_tokamax_take_the_time_that_its_authors_measured():
+    chip, module = CHIP["tpu7x"], parser.read(TOKAMAX)
+    entry = module.computations[module.entry]
+    found = {grouped.part: op.name for op in entry.ops if op.opcode == "custom-call" and (grouped := read(op, entry))}
+    charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
+    for part, milliseconds in MEASURED_MS.items():
+        assert 1e3 * charged[found[part]] == pytest.approx(milliseconds, rel=0.16)
+        assert read(entry.by_name[found[part]], entry).flops == 2 * 524288 * 4096 * 1536
+
+
+@pytest.mark.parametrize("part", MEASURED_MS)
+def test_grouped_matmuls_of_tokamax_gain_less_from_8_bits_than_the_matrix_unit(part):
+    """The tiles that it chooses then have 128 rows: pushing weights into the matrix unit takes the time, not the rows."""
+    chip, matmul = CHIP["tpu7x"], GroupedMatmul(524288, 4096, 1536, 128, part, ours=False, tokamax=True)
+    gain = matmul.speed(chip, "e4m3") / matmul.speed(chip, "bf16")
+    assert 1 < gain < chip.matmul_speed("e4m3")
+    assert matmul.speed(CHIP["v5p"], "bf16") == COUNTED_SPEED, "not measured there: the count of machine code"

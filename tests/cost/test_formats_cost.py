@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_config
@@ -63,7 +64,16 @@ def test_a_matmul_counts_as_what_its_dot_reads():
     }
     assert rows["s8"].share_of_peak == pytest.approx(2 * N**3 / rows["s8"].seconds / 918e12)
     assert rows["bf16"].share_of_peak == pytest.approx(2 * N**3 / rows["bf16"].seconds / 459e12)
-    assert re.search(r"bf16 \d+% \(at 97% of the bf16 peak\)", formats_line(cost))
+    assert re.search(r"bf16 \d+% \(at 97% of the bf16 peak\)", formats_line(cost, V5P))
+    assert re.search(r"f8e4m3fn x f8e5m2 \d+% \(at \d+% of the bf16 peak\)", formats_line(cost, V5P)), "no peak of fp8 is published"
+
+
+@pytest.mark.parametrize("name", ["v4", "v5p"])
+def test_matmuls_are_charged_by_the_vmem_that_our_flags_give_a_chip(name):
+    """A program for v4 keeps XLA's own limit, for v5p it has more; a program of others says what it has."""
+    chip, module = chip_named(name), parser.read(PROGRAM)
+    seconds = {raised: estimate(replace(module, raised_vmem=raised), chip, SIZES, {}).matmul_s for raised in (None, True, False)}
+    assert seconds[True] < seconds[False] and seconds[None] == seconds[name == "v5p"]
 
 
 @pytest.mark.parametrize(

@@ -461,6 +461,33 @@ def test_an_axis_without_links_is_refused():
         estimate(module, CHIP["v5p"], CUBE, {"data": AxisLinks()})
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "precision", "passes"),
+    [
+        ("f32", "f32", ", operand_precision={highest,highest}", 6),
+        ("f32", "f32", ", operand_precision={high,high}", 3),
+        ("f32", "f32", "", 1),
+        ("f32", "bf16", ", operand_precision={highest,highest}", 3),
+        ("bf16", "bf16", ", operand_precision={highest,highest}", 1),
+    ],
+)
+def test_passes_of_a_float32_matmul_are_charged(left, right, precision, passes):
+    """The time grows with the passes, and useful FLOPs do not; layouts are ranked by the same passes before they are compiled."""
+    side = 4096
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (l: {left}[{side},{side}], r: {right}[{side},{side}]) -> f32[{side},{side}] {{
+  %l = {left}[{side},{side}]{{1,0}} parameter(0)
+  %r = {right}[{side},{side}]{{1,0}} parameter(1)
+  ROOT %c = f32[{side},{side}]{{1,0}} convolution(%l, %r), dim_labels=bf_io->bf{precision}
+}}
+"""
+    cost = estimate(parser.read(text), CHIP["v5p"], {"data": 1}, {})
+    share = CHIP["v5p"].reached.scheduled_matmul[0]
+    assert cost.matmul_flops == 2 * side**3
+    assert cost.matmul_s == pytest.approx(passes * 2 * side**3 / (share * CHIP["v5p"].peak_bf16_flops), rel=0.02)
+
+
 def convolution(attributes: str, left: str, right: str, result: str) -> int:
     text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> () {{\n  %l = {left} parameter(0)\n  %r = {right} parameter(1)\n"
     module = parser.read(text + f"  ROOT %c = {result} convolution(%l, %r), {attributes}\n}}\n")

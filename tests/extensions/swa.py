@@ -17,7 +17,9 @@ class SwaConfig(Section):
     """Stochastic weight averaging."""
 
     every: Positive = 10
+    """Updates between two additions to the average. Unit: updates."""
     share: Fraction = 0.5
+    """Share of the run after which the average begins. Unit: share."""
 
 
 class StochasticAverage(Transform):

@@ -12,10 +12,10 @@ from small_run import command, environment, make_workspace
 from tiny import tiny_config, tiny_program
 
 from maxlm.config import UserError, load
+from maxlm.config.choices import names
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 from maxlm.config.sections.mtp import MtpConfig
-from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.sections.prepare import PrepareConfig, TokenizerConfig
 from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
@@ -187,7 +187,7 @@ BOUNDED: list[dict[str, Any]] = [
 ]
 
 
-OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
+OPTIMIZERS = names("optimizer")
 COMPRESSED: list[dict[str, Any]] = [
     {"mesh": {"data": 2, "slices": 2}, "compression": {"kind": "int8"}},
     *({"mesh": {"data": 2, "slices": 2}, "compression": {"kind": kind, "warmup_steps": 2}} for kind in ("sign", "top_k")),

@@ -22,7 +22,7 @@ def show(*_, stopped):
     raise RuntimeError("no room for a sample")
 
 {monitored}
-sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
+sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show).code)
 """
 
 

@@ -1,7 +1,7 @@
 """Checks of one drawn config: the same figures on its mesh, resumed on another one, without the loop over layers, and in evaluation.
 
 A difference beyond `FLOOR` is compared with what noise of a few units of float32's rounding does to the same config on the same mesh: where
-an update rule or a router's choice is not continuous, layouts may differ by as much as that (docs/parallelism.md).
+an update rule or a router's choice is not continuous, layouts may differ by as much as that (docs/explanation/parallelism.md).
 """
 
 import copy
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from maxlm.config import UserError
 from maxlm.config.schema import Config
 from maxlm.data import marks
-from maxlm.objectives import CONTENT, kind_of, with_reference
+from maxlm.objectives import with_reference
 from maxlm.parallel import build_mesh
 from maxlm.training import fits
 from maxlm.training.noise_scale import PART_METRICS
@@ -29,7 +29,7 @@ from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
 
 STEPS, RESUMED_AT = 3, 2
-FLOOR = 1e-5  # largest relative difference: the target of docs/parallelism.md
+FLOOR = 1e-5  # largest relative difference: the target of docs/lab/parallelism.md
 NOISE, DRAWS, AMPLIFIED = 2.0**-18, 2, 4  # relative change of every parameter before every update; runs with it; the bound in multiples
 END_OF_DOCUMENT = 0
 PARTS_SEEN = {metric.name for metric in PART_METRICS}  # figures of single microbatches: a mesh decides how many there are
@@ -122,7 +122,7 @@ def batch_of(program: Program, number: int) -> Any:
     rows, width, vocab = objective.config.train.global_batch, objective.config.data.seq_len + 1, objective.config.model.vocab_size
     lengths, samples = np.full(rows, width), np.arange(rows) + number * rows
     lengths[3], lengths[2] = width // 2, 0 if number else width
-    content = CONTENT[kind_of(program.config)]
+    content = program.config.objective_facts.content
     if content == "text":
         window = rng.integers(1, vocab, (rows, width)).astype(np.int32)
         window[rng.random(window.shape) < 0.1] = END_OF_DOCUMENT

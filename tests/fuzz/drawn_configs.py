@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from maxlm.config import ConfigError, rules
+from maxlm.config.choices import Choice
 from maxlm.config.schema import Config
 from maxlm.config.sections.mesh import AXES
 
@@ -160,6 +161,8 @@ def draw(rng: random.Random, key: str, annotation: Any, bounds: Sequence[Any] = 
     if origin in (Union, types.UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
         return draw(rng, key, rng.choice(kinds), bounds, default)
+    if (choice := next((bound for bound in bounds if isinstance(bound, Choice)), None)) is not None:
+        return rng.choice(choice.names)
     if origin is Literal:
         return rng.choice(get_args(annotation))
     if origin is tuple:

@@ -170,8 +170,8 @@ class Cloud:
 
 
 def documented() -> list[str]:
-    """Every command in the `sh` blocks of docs/cloud.md."""
-    page = (ROOT / "docs/cloud.md").read_text(encoding="utf-8")
+    """Every command in the `sh` blocks of docs/how-to/cloud.md."""
+    page = (ROOT / "docs/how-to/cloud.md").read_text(encoding="utf-8")
     return [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Every command of docs/cloud.md is one that works: dry, against the stand-ins, or by its own help."""
+"""Every command of docs/how-to/cloud.md is one that works: dry, against the stand-ins, or by its own help."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_every_other_command_of_the_page_is_there():
 
 def test_the_example_line_of_watch_is_what_progress_prints(tmp_path):
     """The page shows a line; the program that makes it is run on what would make it."""
-    shown = re.search(r"READY \(up\)  (step .*)", (ROOT / "docs/cloud.md").read_text(encoding="utf-8"))[1]
+    shown = re.search(r"READY \(up\)  (step .*)", (ROOT / "docs/how-to/cloud.md").read_text(encoding="utf-8"))[1]
     start = {"kind": "start", "step": 0, "time": 0, "total_steps": 476837}
     parts = {"compile": 10.0, "step": 490.0}, {"step": 479.0}
     goodput = [

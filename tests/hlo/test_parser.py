@@ -312,3 +312,15 @@ def test_weights_of_a_group_are_read_once_where_a_tile_holds_all_that_is_summed_
     op = parser.read(GROUPED.format(deep=deep, stated=stated)).computations["main"].by_name["pallas_tpu_ragged_dot_gmm"]
     assert op.stated.bytes_accessed == moved
     assert 260_046_848 == 2 * (2 * 8192 * 4096 + 8 * 4096 * 1536 + 8192 * 1536)
+
+
+def test_scales_of_a_quantized_grouped_matmul_are_neither_its_rows_nor_its_weights():
+    """Each quantized operand is followed by its scales, which are read as often."""
+    quantized = (
+        GROUPED.replace("bf16[8192,4096]", "f8e4m3fn[8192,4096]").replace("bf16[8,4096", "f8e4m3fn[8,4096").format(deep=4096, stated=10**9)
+    )
+    scales = "  %of_rows = f32[8192,128]{1,0} parameter(2)\n  %of_weights = f32[1,16,1536]{2,1,0} parameter(3)\n  ROOT"
+    quantized = quantized.replace("  ROOT", scales).replace("(%rows, %weights)", "(%rows, %of_rows, %weights, %of_weights)")
+    op = parser.read(quantized).computations["main"].by_name["pallas_tpu_ragged_dot_gmm"]
+    rows, weights, result = 8192 * (4096 + 4 * 128), 8 * 4096 * 1536 + 4 * 16 * 1536, 2 * 8192 * 1536
+    assert op.stated.bytes_accessed == 2 * rows + weights + result

@@ -15,7 +15,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config import load
 from maxlm.interop import weights
 from maxlm.interop.exporting import export_model
-from maxlm.interop.families import FAMILIES
+from maxlm.interop.families import families
 from maxlm.interop.importing import import_model
 from maxlm.interop.layouts import FROM_ONE
 from maxlm.interop.tensor_files import TensorFiles
@@ -130,7 +130,7 @@ def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
 
 
 def weights_family(case):
-    return FAMILIES[json.loads(str(case.recorded["config"]))["model_type"]]
+    return families()[json.loads(str(case.recorded["config"]))["model_type"]]
 
 
 def test_what_went_in_comes_out(case, tmp_path):

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_differences():
             np.testing.assert_allclose(gradient[index], difference, rtol=1e-6, atol=1e-9)
 
 
-TRUTH = {"E": 1.36, "A": 130.0, "B": 95.0, "alpha": 0.34, "beta": 0.34}  # about those of docs/ladder.md
+TRUTH = {"E": 1.36, "A": 130.0, "B": 95.0, "alpha": 0.34, "beta": 0.34}  # about those of docs/how-to/scaling-ladder.md
 
 
 def small_ladder(sizes, lengths, span, seeds):

@@ -13,8 +13,9 @@ import pytest
 from tiny import GLOBAL_BATCH, first_state, gradients_of, run_steps, tiny_batch, tiny_program
 
 from maxlm.base.metric import Metric, charts_of
+from maxlm.config.choices import implementation, names, part
 from maxlm.config.schema import ObjectiveConfig
-from maxlm.objectives import CONTENT, OBJECTIVES, ArraySpec, FurtherTokens, NextToken, Sums
+from maxlm.objectives import ArraySpec, FurtherTokens, NextToken, Sums
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event, Observers
@@ -88,8 +89,9 @@ def test_metrics_are_reduced_as_they_are_declared(layout):
 
 def test_every_objective_can_be_named_in_a_config():
     kinds = [section.model_fields["kind"].annotation.__args__[0] for section in get_args(get_args(ObjectiveConfig)[0])]
-    assert kinds == list(OBJECTIVES) == list(CONTENT)
-    assert all({metric.name for metric in objective.metrics} >= {"loss"} for objective in OBJECTIVES.values())
+    assert kinds == list(names("objective"))
+    ours = [implementation(part("objective", kind)) for kind in kinds]
+    assert all({metric.name for metric in objective.metrics} >= {"loss"} for objective in ours)
 
 
 def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, monkeypatch):

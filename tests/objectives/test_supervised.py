@@ -9,12 +9,13 @@ import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, first_state, gradients_of, tiny_config, tiny_program
 
 from maxlm.base.errors import ConfigError, UserError
+from maxlm.config import choices
 from maxlm.config.schema import Config
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments
 from maxlm.data.manifest import CONVERSATIONS, StoreInfo
 from maxlm.models import init_model_state, init_parameters
-from maxlm.objectives import CONTENT, build_objective
+from maxlm.objectives import build_objective
 
 SFT = {"objective": {"kind": "sft"}, "train": {"z_loss": 1e-3, "loss_chunks": 2}}
 
@@ -147,14 +148,14 @@ def test_routers_that_see_the_whole_row_or_differ_from_the_reference_are_refused
             tiny_config(**sections)
 
 
-@pytest.mark.parametrize("objective", [None, *CONTENT])
+@pytest.mark.parametrize("objective", [None, *choices.names("objective")])
 def test_a_store_for_another_objective_is_refused_before_it_is_prepared(objective):
     for made in (None, "prompt_response", "chat", "preferences"):
         prepare = {"sources": ["x"], "tokenizer": {"path": "t"}, **({"conversations": {"kind": made}} if made else {})}
         sections = {"objective": {"kind": objective}} if objective else {}
         sections |= {"train": {"start_from": {"path": "x"}, "z_loss": 0}, "data": {"prepare": prepare}}
         content = StoreInfo.model_construct(settings={CONVERSATIONS: made} if made else {}).content
-        fits = content == CONTENT[objective or "next_token"]
+        fits = content == choices.part("objective", objective or "next_token").facts.content
         with nullcontext() if fits else pytest.raises(ConfigError, match=f"objective.kind = .* store that .*{made or 'without'}"):
             tiny_config(**sections)
 

@@ -50,7 +50,7 @@ def estimate(name, *settings):
     ],
 )
 def test_the_estimate_is_near_the_compiled_program(name, settings, step_s, gib):
-    """Figures of docs/truth_gpu.md: XLA:GPU's programs for H200, and for B200 with attention in XLA's operations."""
+    """Figures of docs/lab/truth_gpu.md: XLA:GPU's programs for H200, and for B200 with attention in XLA's operations."""
     said = estimate(name, *settings)
     assert sum(said.parts) == pytest.approx(step_s, rel=0.1)
     assert (said.state + said.temporaries) / 2**30 == pytest.approx(gib, rel=0.06)

@@ -254,7 +254,7 @@ def test_one_microbatch_at_a_time_waits_on_the_host():
     """Of the case before a quarter fits. Of shipped runs with state and layers' inputs there the compiler says as much as is counted."""
     config, much = load("models/llama3-8b", LARGE).config, layout(remat="full", offload=(*KEPT[:4], "attention_out"))
     assert analytic(config, "v4:4x4x4").fits_host(dataclasses.replace(much, microbatches=4))
-    for name, gib in (("llama3-70b-v5e-64", 17.3), ("llama3-405b-v5p-256", 31.5)):  # docs/memory_tiers.md
+    for name, gib in (("llama3-70b-v5e-64", 17.3), ("llama3-405b-v5p-256", 31.5)):  # docs/explanation/memory-tiers.md
         config = load(f"runs/{name}").config
         topology = rules.topology_of(config)
         one, model = LayoutSpace(config, topology.devices).own(), analytic(config, topology.name)

@@ -11,7 +11,16 @@ from maxlm.telemetry.observer import Event, EventKind
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(0, "0"), (3210.4, "3,210"), (999_999, "999,999"), (16_384_000, "16.4 M"), (8_030_261_248, "8.03 B"), (15e12, "15 T")],
+    [
+        (0, "0"),
+        (3210.4, "3,210"),
+        (999_999, "999,999"),
+        (16_384_000, "16.4 M"),
+        (8_030_261_248, "8.03 B"),
+        (15e12, "15 T"),
+        (0.1867, "0.187"),
+        (9.999, "10"),
+    ],
 )
 def test_count(given, said):
     assert count(given) == said

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -141,10 +142,31 @@ def test_a_model_that_was_imported_is_not_taken_for_a_run(tmp_path, make):
 def test_nothing_is_fetched(tmp_path, make):
     html = report_of(tmp_path, make("a"), make("b"))
     page = Page(html)
-    assert not [item for item in page.attributes if item[1] in ("src", "href", "srcset", "action", "data")]
+    assert not [item for item in page.attributes if item[1] in ("src", "srcset", "action", "data")]
+    links = [place for tag, name, place in page.attributes if name == "href"]
+    assert links and not [place for place in links if ":" in place or place.startswith("/")]  # followed by a click alone
     assert "default-src 'none'" in html
     assert not re.search(r"@import|url\((?!#)|fetch\(|XMLHttpRequest", html)
     assert set(re.findall(r"https?://[^'\"\s]+", html)) == {"https://github.com/leeoniya/uPlot"}  # in a comment
+
+
+def test_a_page_links_its_parts_and_files_of_its_run(tmp_path, make):
+    """A profile, results, texts and records are one click away, and the links still lead there when page and run are moved together."""
+    run = make("a:b<i>")
+    profile = run / "profile" / "12" / "profile.html"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("page")
+    page = Page(write_report([run], run / "report.html").read_text(encoding="utf-8"))
+    links = [place for tag, name, place in page.attributes if name == "href"]
+    anchors, files = {place[1:] for place in links if place.startswith("#")}, [place for place in links if not place.startswith("#")]
+    assert {"events", "files", "settings"} < anchors <= set(page.ids)
+    assert files[0] == "profile/12/profile.html"
+    assert {"metrics.jsonl", "events.jsonl"} < set(files)
+    assert "Profile of the steps from 12 on" in page.text
+    outside = Page(write_report([run], tmp_path / "out.html").read_text(encoding="utf-8"))
+    files = [place for tag, name, place in outside.attributes if name == "href" and not place.startswith("#")]
+    assert all((tmp_path / unquote(place)).exists() and ":" not in place for place in files) and files
+    assert not [item for item in Page(render([load_run(run)])).attributes if item[1] == "href" and not item[2].startswith("#")]
 
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -167,7 +189,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path, make):
 
 def test_several_runs_show_only_the_settings_that_differ(tmp_path, make):
     page = Page(report_of(tmp_path, make("a"), make("b", lr=3e-3), make("c")))
-    table = page.text.split("Differing settings")[1].split("Events")[0]
+    table = page.text.split("Differing settings")[-1].split("Events")[0]
     assert "optimizer.peak_lr 0.001 0.003 0.001" in table
     assert "n_layers" not in table
     assert "3 runs compared" in page.text
@@ -508,7 +530,7 @@ def test_many_runs_have_a_row_each_in_tables(tmp_path, make):
     html = report_of(tmp_path, *(make(name, lr=float(i)) for i, name in enumerate("abcde", 1)))
     heads = ["".join(re.findall(r">([^<]+)<", row)) for row in re.findall(r"<tbody><tr>.*?</tr>|<tr><th scope=row>.*?</th>", html)]
     assert [head[:1] for head in heads][:5] == list("abcde")
-    table = Page(html).text.split("Differing settings")[1]
+    table = Page(html).text.split("Differing settings")[-1]
     assert table.startswith(" run optimizer.peak_lr a 1.0 b 2.0 c 3.0 d 4.0 e 5.0")
 
 

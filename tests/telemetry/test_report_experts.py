@@ -165,7 +165,7 @@ def test_a_dense_run_has_no_section_no_map_and_no_colours(tmp_path, make):
 def test_a_dense_run_beside_one_with_experts(tmp_path, make):
     html = report_of(tmp_path, make("dense", None), make("moe", lambda step: even()))
     assert html.count('class="heat"') == 4
-    section = html.split("Expert load")[1].split("</section>")[0]
+    section = html.split("Expert load</h2>")[1].split("</section>")[0]
     assert re.findall(r"<h3>(.*?)</h3>", section) == ["moe"]
 
 

@@ -29,7 +29,7 @@ def grows(tmp_path):
 
 def test_a_layer_that_grows_stands_out(grows, tmp_path):
     page = write_report([grows], tmp_path / "page.html").read_text()
-    section = page[page.index("Layers over steps") :]
+    section = page[page.index("Layers over steps</h2>") :]
     (figure,) = re.findall(r'<figure class="chart">.*?</figure>', section[: section.index("</section>")])
     assert "Gradient norm of &lt;each&gt; layer" in figure
     assert re.findall(r'<path class="h7" d="(.*?)"/>', figure) == ["M900 1h100"], "2 to 4 times, in the second row, in the last column"

@@ -56,3 +56,18 @@ def test_squares_of_four_chips_share_their_links_with_the_axis_across_them():
     """MaxText's hybrid ring on v6e: both axes have what two open dims carry."""
     found = links("mixtral-8x22b-v6e-256")
     assert {axis: (one.dims, one.wrapped) for axis, one in found.items()} == {"fsdp": (2, False), "expert": (2, False)}
+
+
+def test_rows_without_a_program_keep_their_line_and_the_reason_for_their_error(tmp_path):
+    """A page written from a folder that lacks programs differs in its date and in the rows that it says are of an earlier day."""
+    before = (truth.REPOSITORY / "docs" / "lab" / "truth.md").read_text(encoding="utf-8")
+    after = truth._page(list(ROWS.values()), tmp_path)
+    dated = "without", "## Rows of an earlier day"
+    told = "By the prices of then: "
+
+    def kept(page):
+        return [line for line in page.splitlines() if line and not line.endswith(dated) and not line.startswith(told)]
+
+    assert kept(after) == kept(before)
+    (earlier,) = (line for line in after.splitlines() if line.startswith(told))
+    assert earlier.startswith(f"{told}llama3.1-8b-v6e-8, ") and "llama3.1-8b-v6e-8 (+36%): Copies" in after

@@ -18,8 +18,8 @@ from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.models import abstract_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.compression import CompressedSums
-from maxlm.training.optimizer import frozen_adam
 from maxlm.training.step import TrainState
+from maxlm.training.update_rules import frozen_adam
 
 SLICES, WARMUP, STEPS, BETA1 = 2, 3, 5, 0.9
 MESH = {"data": SLICES, "fsdp": 2, "slices": SLICES}

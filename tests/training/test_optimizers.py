@@ -14,15 +14,16 @@ from tiny import drawn_parameters, tiny_config
 
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
-from maxlm.config import ConfigError
+from maxlm.config import ConfigError, choices
 from maxlm.config.sections.optimizer import MuonConfig, OptimizerConfig, SoapConfig
+from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 from maxlm.config.table import identity
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
-from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
+from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.schedule_free import averaged
 from maxlm.training.soap import scale_by_soap
 from maxlm.training.state_paths import state_shardings
@@ -109,7 +110,7 @@ def points(config, params, state):
     return {"y": params, "x": averaged(config.optimizer.beta1, params, state[-1].z)}
 
 
-@pytest.fixture(scope="module", params=sorted(RULES))
+@pytest.fixture(scope="module", params=sorted(choices.names("optimizer")))
 def one_device(request):
     config = config_of(request.param)
     return request.param, trained(config, build_optimizer(config))[0]
@@ -305,7 +306,7 @@ def test_soap_does_not_depend_on_rounding_where_covariances_have_a_null_space():
             id=f"{name}-" + "-".join(f"{axis}{n}" for axis, n in sizes.items()),
             marks=[] if any(name in OFTEN.get(axis, ()) for axis in sizes) else [pytest.mark.soak],
         )
-        for name in sorted(RULES)
+        for name in sorted(choices.names("optimizer"))
         for sizes in LAYOUTS
     ],
     indirect=["one_device"],
@@ -318,7 +319,7 @@ def test_every_layout_computes_the_same_and_exchanges_what_the_table_says(one_de
     found, text = trained(config, build_optimizer(config), mesh)
     assert_close(found, wanted, 2e-3)
     exchanged = set(re.findall(rf" ({EXCHANGES})(?:-start)?\(", text))
-    if RULES[name].gathers:
+    if choices.part("optimizer", name).facts.gathers:
         assert exchanged & {"all-to-all", "all-gather"}
         sums = [line.split(" all-reduce")[0] for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
         shapes = [shape for line in sums for shape in re.findall(r"f32\[([\d,]*)\]", line.split(" = ")[1])]
@@ -329,19 +330,19 @@ def test_every_layout_computes_the_same_and_exchanges_what_the_table_says(one_de
         assert exchanged == set(), "an elementwise rule exchanges nothing"
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", sorted(choices.names("optimizer")))
 @pytest.mark.parametrize("state", [None, {"moments": "bfloat16"}])
 def test_the_table_states_the_bytes_that_the_state_holds(name, state):
     """Of hidden matrices: a lower bound, which only means of rows and columns exceed, and of SOAP covariances and bases."""
     if name == "adafactor" and state is not None:
         pytest.skip("refused: no first moment")
     config = config_of(name, state=SMALL.get(name, state)) if state else config_of(name)
-    stated = RULES[name].moment_bytes(config.optimizer.state)
+    stated = (config.optimizer.state or OptimizerStateConfig()).moment_bytes(config.optimizer.facts)
     axes = jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
     for names, leaf in zip(axes, parameter_leaves(config), strict=True):
         if hidden_matrix(names) is not None:
             rest = leaf.held_bytes((None,), leaf.numbers) - (4 + stated) * leaf.numbers
-            assert rest > 0 if RULES[name].more else 0 <= rest < leaf.numbers, names
+            assert rest > 0 if config.optimizer.facts.more else 0 <= rest < leaf.numbers, names
 
 
 def test_a_checkpoint_says_which_sides_have_bases():
@@ -370,7 +371,7 @@ def decayed(config, params):
 def test_only_matrices_decay():
     params, _ = drawn("adamw")
     params = jax.tree.map(lambda p: p + 1.0, params)
-    updates = jax.jit(lambda params: {name: decayed(config_of(name), params) for name in RULES})(params)
+    updates = jax.jit(lambda params: {name: decayed(config_of(name), params) for name in choices.names("optimizer")})(params)
     axes = jax.tree.leaves(axes_of(config_of("adamw")), is_leaf=lambda leaf: isinstance(leaf, tuple))
     for name, of_rule in updates.items():
         for names, update in zip(axes, jax.tree.leaves(of_rule), strict=True):

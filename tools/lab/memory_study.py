@@ -1,4 +1,4 @@
-"""Find the largest model that each kind of parallelism can train, by compiling: writes docs/memory.md and docs/memory.png.
+"""Find the largest model that each kind of parallelism can train, by compiling: writes docs/lab/memory.md and docs/lab/memory.png.
 
     python tools/lab/memory_study.py [--devices 4 8] [--tiers [--only TEXT]]
 
@@ -6,7 +6,7 @@ The study follows DeepSpeed's third-party characterisation: a GPT-2-like model (
 device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
 hardware. Each row takes about three compiles of a minute or two: memory is linear in layers, so two compiles predict the third.
 
-`--tiers` prints a table of `memory.offload_state` instead, for docs/memory_tiers.md, with the predicted time of a step.
+`--tiers` prints a table of `memory.offload_state` instead, for docs/explanation/memory-tiers.md, with the predicted time of a step.
 `--only`: those whose name has TEXT.
 """
 
@@ -32,7 +32,7 @@ from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.analytic import HOST_SHARE  # noqa: E402
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "lab"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
 MOST = 4000  # layers
 PUBLISHED_BYTES = 40e9
@@ -180,7 +180,7 @@ def study_tiers(counts: Sequence[int], only: str) -> None:
 
 
 def write(found: Mapping[tuple[str, int], int], available: int) -> None:
-    """Write docs/memory.md and its chart: the layers `found` by way and devices, where a chip has `available` bytes."""
+    """Write docs/lab/memory.md and its chart: the layers `found` by way and devices, where a chip has `available` bytes."""
     ways = {way.name: way for way in WAYS}
     sizes = {(name, n): count_parameters(config_of(ways[name], n, layers).model) for (name, n), layers in found.items()}
     more = PUBLISHED_BYTES / available

@@ -21,27 +21,28 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from maxlm.config import Config, ConfigError, UserError, load, rules  # noqa: E402
+from maxlm.config.choices import names as names_of  # noqa: E402
 from maxlm.config.sections.optimizer import SoapConfig  # noqa: E402
 from maxlm.cost.step_cost import StepCost, program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import Topology  # noqa: E402
 from maxlm.hlo.parser import read  # noqa: E402
-from maxlm.training.optimizer import RULES  # noqa: E402
 from maxlm.training.program import Program  # noqa: E402
 from maxlm.training.soap import SoapState  # noqa: E402
 
 
 def main() -> None:
     """Price what the arguments name; wrong ones are one line, and exit code 2."""
+    known = names_of("optimizer")
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a config: a path, or a name under configs/")
-    parser.add_argument("given", nargs="+", metavar="RULE or KEY=VALUE", help=f"optimizers ({', '.join(RULES)}) and settings")
+    parser.add_argument("given", nargs="+", metavar="RULE or KEY=VALUE", help=f"optimizers ({', '.join(known)}) and settings")
     parser.add_argument("--step", type=float, help="seconds of the step")
     arguments = parser.parse_intermixed_args()
     names = [one for one in arguments.given if "=" not in one]
-    if not names or not set(names) <= set(RULES):
-        unknown = next((f"{name} is none" for name in names if name not in RULES), "none is named")
-        parser.error(f"name optimizers to price, of {', '.join(RULES)}: {unknown}")
+    if not names or not set(names) <= set(known):
+        unknown = next((f"{name} is none" for name in names if name not in known), "none is named")
+        parser.error(f"name optimizers to price, of {', '.join(known)}: {unknown}")
     try:
         price(arguments.run, names, [one for one in arguments.given if "=" in one], arguments.step)
     except UserError as error:

@@ -1,9 +1,9 @@
 """Goodput of a job by simulation (maxlm/planning/goodput.py): with and without each tier of checkpoints, and what each assumption costs.
 
-    python tools/lab/simulate_goodput.py --out docs/reliability.png      # all tables and the curves of docs/reliability.md
+    python tools/lab/simulate_goodput.py --out docs/lab/reliability.png      # all tables and the curves of docs/lab/reliability.md
     python tools/lab/simulate_goodput.py --startup 10 --spares 0
 
-Every default is an argument, with its source in docs/reliability.md. Idle spares are paid for.
+Every default is an argument, with its source in docs/lab/reliability.md. Idle spares are paid for.
 """
 
 import json

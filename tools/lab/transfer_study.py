@@ -2,7 +2,7 @@
 
     python tools/lab/transfer_study.py --out FOLDER [--widths 64 128 256 512] [--depths 2 4 8 16] [--steps 100] [--seeds 2] [--minutes 60]
         [--init-std 0.02]
-    python tools/lab/transfer_study.py --out FOLDER [the same] --plot docs/transfer.png
+    python tools/lab/transfer_study.py --out FOLDER [the same] --plot docs/lab/transfer.png
 
 Each line of FOLDER/results.jsonl is one trial. Learning rates lie on a grid with step sqrt(2); the loss of a rate is the mean of `--seeds`
 trials, of which each has its own first weights and its own text. The search of a model begins around the rate `--first`, and goes on until

@@ -23,9 +23,12 @@ def _variable(value: str) -> str:
 class AlertsConfig(Section):
     """Alerts for a person: a JSON object on the standard input of `command`, or sent to a webhook by POST. At least one is set."""
 
-    command: tuple[Text, ...] = ()  # a program and its arguments; no shell reads them
-    webhook: Annotated[Text, AfterValidator(_variable)] | None = None  # environment variable with the address, which is a secret
-    per_hour: Positive = 6  # alerts of one cause at most; the others are counted
+    command: tuple[Text, ...] = ()
+    """Program and its arguments, which gets each alert as a JSON object on its standard input; no shell reads them. Empty: no command."""
+    webhook: Annotated[Text, AfterValidator(_variable)] | None = None
+    """Name of the environment variable that holds the address of the webhook, which is a secret; null: no webhook."""
+    per_hour: Positive = 6
+    """Most alerts of one cause; further ones are only counted. Unit: alerts an hour."""
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> "AlertsConfig":

@@ -11,8 +11,10 @@ Ramp = tuple["BatchStageConfig", ...]
 class BatchStageConfig(Section):
     """Smaller batches, until some token of the run."""
 
-    global_batch: Positive  # sequences an update
-    until_tokens: Tokens  # of the whole run, rounded up to whole updates
+    global_batch: Positive
+    """Sequences in the batch of one update during this stage. Unit: sequences."""
+    until_tokens: Tokens
+    """Token of the run at which this stage ends, rounded up to whole updates. Unit: tokens."""
 
 
 def _problems(

@@ -2,7 +2,7 @@
 
 from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import LocalPath, Positive, Section
-from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.part import ObjectiveFacts
 
 
 class BranchFromConfig(Section):
@@ -11,12 +11,14 @@ class BranchFromConfig(Section):
     The other run is read only, and may go on meanwhile. No effect once this run has a checkpoint of its own.
     """
 
-    path: LocalPath  # the folder of the other run
-    step: Positive  # of its checkpoint
+    path: LocalPath
+    """Folder of the run that is continued."""
+    step: Positive
+    """Step of the checkpoint at which this run branches off. Unit: updates."""
 
 
 def _problems(
-    branch: BranchFromConfig, total_steps: int, decay_steps: int, optimizer: OptimizerConfig, objective_kind: str | None
+    branch: BranchFromConfig, total_steps: int, decay_steps: int, objective_kind: str | None, objective_facts: ObjectiveFacts
 ) -> Problems:
     """A run that continues another's checkpoint, and its decay."""
     if branch.step >= total_steps:
@@ -27,13 +29,8 @@ def _problems(
         rule += ": the rate would jump"
         fix = f"use optimizer.decay_steps={total_steps - branch.step} at most, or an earlier checkpoint"
         yield "train.branch_from.step", branch.step, rule, fix
-    rises = optimizer.ademamix is None or optimizer.ademamix.warmup_steps is None
-    if optimizer.name == "ademamix" and rises:
-        rule = "is not set, so that beta3 and alpha rise over the whole run, and a branch has another length"
-        fix = "set it in the stable run and in the branch, to the same number"
-        yield "optimizer.ademamix.warmup_steps", None, rule, fix
-    if objective_kind == "dpo":
-        rule = "names no reference model: with objective.kind = dpo the reference is the model which a run starts from"
+    if objective_facts.reference:
+        rule = f"names no reference model: with objective.kind = {objective_kind} the reference is the model which a run starts from"
         yield "train.branch_from", "set", rule, "use train.start_from"
 
 

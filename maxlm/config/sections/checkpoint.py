@@ -7,10 +7,16 @@ from maxlm.config.fields import Positive, Section, StoredPath
 class CheckpointConfig(Section):
     """Schedule of checkpoints, and how many of them stay."""
 
-    dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
-    every_steps: Positive = 1000  # steps between two checkpoints
-    keep: Positive = 3  # newest ones kept
-    keep_every: Positive | None = None  # checkpoints of multiples of so many steps are never deleted
+    dir: StoredPath | None = None
+    """Folder of the checkpoints, which all hosts share, or a gs:// address; null: `checkpoints/` in the folder of the run."""
+    every_steps: Positive = 1000
+    """Updates between two checkpoints. Unit: updates."""
+    keep: Positive = 3
+    """Newest checkpoints that are kept; older ones are deleted. Unit: checkpoints."""
+    keep_every: Positive | None = None
+    """Checkpoints at multiples of this step are never deleted; must be a multiple of every_steps. null: all old ones are deleted. Unit:
+    updates.
+    """
 
 
 def _problems(saved: CheckpointConfig) -> Problems:

@@ -17,9 +17,16 @@ from maxlm.hardware.topologies import Topology, TopologyError
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
-    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
-    accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
-    network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/facts.toml states
+    topology: Text
+    """Chips of the machine, as the compiler names them: v5p:4x4x4 for TPUs, nodes x GPUs a node as in h100:16x8 for GPUs. Rented names such
+    as v5p-128 are translated.
+    """
+    accelerator: Text | None = None
+    """Name under which the cloud rents the machine, such as v5p-128 or a3-megagpu-8g. Default: derived from the topology for TPUs."""
+    network_gbit_per_s: PositiveFloat | None = None
+    """Bandwidth of the network between nodes or slices, for each chip in each direction; null: as stated in maxlm/hardware/facts.toml.
+    Unit: Gbit/s.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -16,7 +16,8 @@ class Int8Compression(Section):
     """
 
     kind: Literal["int8"]
-    warmup_steps: Count = 0  # updates that are summed as without compression
+    warmup_steps: Count = 0
+    """First updates, with gradients that are summed without compression. Unit: updates."""
 
     @property
     def wire_bits(self) -> float:
@@ -30,7 +31,10 @@ class SignCompression(Section):
     """
 
     kind: Literal["sign"]
-    warmup_steps: Positive  # the paper takes a seventh to a fifth of the run
+    warmup_steps: Positive
+    """First updates, with gradients summed without compression and second moments that still move; the paper takes a seventh to a fifth of
+    the run. Unit: updates.
+    """
 
     @property
     def wire_bits(self) -> float:
@@ -44,9 +48,14 @@ class TopKCompression(Section):
     """
 
     kind: Literal["top_k"]
-    warmup_steps: Positive  # updates that are summed as without compression
-    density: Annotated[Float, Field(ge=2**-12, le=2**-4)] = 2**-6  # share of the numbers that are sent at the end
-    ramp_steps: Count = 0  # updates after the warm-up in which the density falls from 1/4, by a factor of 4 at a time; 0: at once
+    warmup_steps: Positive
+    """First updates, with gradients summed without compression. Unit: updates."""
+    density: Annotated[Float, Field(ge=2**-12, le=2**-4)] = 2**-6
+    """Share of the numbers that are sent, after the ramp. Unit: share."""
+    ramp_steps: Count = 0
+    """Updates after the warm-up in which the density falls from 1/4 to `density`, by a factor of 4 at a time; 0: it falls at once. Unit:
+    updates.
+    """
 
     @property
     def wire_bits(self) -> float:
@@ -79,7 +88,7 @@ def _moments(settings: CompressionConfig, health_layers: str | None, diloco: obj
         rule = "compares the gradients of layers, which are not summed before they are compressed"
         yield "health.layers", health_layers, rule, "remove it, or compression"
     frozen = settings.kind != "int8" and diloco is None
-    if frozen and optimizer.name != "adamw":
+    if frozen and not optimizer.facts.freezes:
         rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
         yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
     formats = {} if optimizer.state is None else {"moments": optimizer.state.moments, "second_moment": optimizer.state.second}

@@ -1,4 +1,4 @@
-"""Price and power of the chips of a run (docs/cost.md)."""
+"""Price and power of the chips of a run (docs/how-to/cost.md)."""
 
 import re
 from typing import Annotated
@@ -20,15 +20,22 @@ Currency = Annotated[Text, AfterValidator(_currency)]
 
 
 class CostConfig(Section):
-    """Price and power of the chips of this run (docs/cost.md). What is not given, or all if the section is absent, is as for
+    """Price and power of the chips of this run (docs/how-to/cost.md). What is not given, or all if the section is absent, is as for
     `maxlm plan`: the lowest list price on demand, and published or estimated power; nothing for a chip of which neither is known.
     """
 
-    per_chip_hour: PositiveFloat | None = None  # price, host included
-    currency: Currency = "USD"  # of per_chip_hour, by its ISO 4217 code
-    watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
-    calibration: LocalPath | None = None  # file of `maxlm plan --calibrate`, by which the time of the step is predicted (docs/observing.md)
-    pue: AtLeastOne | None = None  # energy of the data centre over the energy of its machines
+    per_chip_hour: PositiveFloat | None = None
+    """Price of a chip for an hour, its share of the host included; null: the lowest list price on demand. Unit: currency units an hour."""
+    currency: Currency = "USD"
+    """Currency of per_chip_hour, by its ISO 4217 code."""
+    watts: PositiveFloat | None = None
+    """Power that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless. null: published or estimated
+    power. Unit: watts.
+    """
+    calibration: LocalPath | None = None
+    """File written by `maxlm plan --calibrate`, with which the time of a step is predicted; null: by the facts about the chip alone."""
+    pue: AtLeastOne | None = None
+    """Power usage effectiveness: energy of the data centre over the energy of its machines. null: as for `maxlm plan`. Unit: factor."""
 
     @model_validator(mode="after")
     def _currency_is_of_a_price(self) -> "CostConfig":

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, model_validator
 
 from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems, keeps
-from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
+from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath, StorePath
 from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.config.sections.run import RunConfig
@@ -15,7 +15,8 @@ from maxlm.config.sections.run import RunConfig
 class SkipConfig(Section):
     """Go on past damaged chunks of a store: samples that touch one become padding, with an alarm. Absent: the first stops training."""
 
-    at_most: Positive = 100  # chunks of one store, after which training stops after all
+    at_most: Positive = 100
+    """Damaged chunks of one store that are skipped; one more stops the training. Unit: chunks."""
 
 
 class HeldOutConfig(Section):
@@ -40,16 +41,32 @@ class HeldOutConfig(Section):
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
-    store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
-    mixture: MixtureConfig | None = None  # instead of `store`
-    seq_len: Positive  # tokens of a sequence
-    shuffle: Bool = True  # draw samples in random order; false: as they are stored
-    mask_documents: Bool = True  # a token attends only inside its document
-    read_threads: Few = 4  # threads that read the store
-    prefetch: Few = 2  # batches held ready on the device
+    store: StorePath | None = None
+    """Token store to train on: a folder or a gs:// address, as written by `maxlm data prepare`. Exactly one of `store` and `mixture` is
+    set. python://NAME, which `maxlm.fit` writes, says that a Python program gave the batches.
+    """
+    mixture: MixtureConfig | None = None
+    """Several token stores with their shares, in place of `store`; null: one store."""
+    seq_len: Positive
+    """Length of a training sequence, and so the context length of the run. Unit: tokens."""
+    shuffle: Bool = True
+    """Draw samples in a random order that is a function of train.seed; false: in the order in which they are stored."""
+    mask_documents: Bool = True
+    """Let a token attend only to tokens of its own document; false: to all earlier tokens of the sequence."""
+    read_threads: Few = 4
+    """Threads of each host that read the store. Unit: threads."""
+    prefetch: Few = 2
+    """Batches that are kept ready on the device ahead of the step. Unit: batches."""
     skip_bad_chunks: SkipConfig | None = None
+    """Go on past damaged chunks of a store: samples that touch one become padding, with an alarm; null: the first damaged chunk stops the
+    training.
+    """
     prepare: PrepareConfig | None = None
-    eval: HeldOutConfig | None = None  # in addition to the held-out documents of the stores above: each has a curve, eval_loss/NAME
+    """Source of the text that `maxlm data prepare` turns into data.store; null: the store is there already."""
+    eval: HeldOutConfig | None = None
+    """Further held-out sets, as name: store, in addition to the held-out documents of the stores that are trained on. Each has its own
+    curve, eval_loss/NAME; null: none.
+    """
 
     @property
     def stores(self) -> tuple[str, ...]:

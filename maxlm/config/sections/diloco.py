@@ -9,10 +9,14 @@ class DilocoConfig(Section):
     gradient of a step of Nesterov's SGD on the shared weights, with which all continue. Only then is anything large sent along `mesh.data`.
     """
 
-    workers: Positive  # a multiple of mesh.data; the losses depend on it, and not on the mesh
-    every: Positive  # updates of a worker between two synchronizations; the last update of the run is followed by one, too
-    lr: PositiveFloat = 0.7  # outer learning rate
-    momentum: Fraction = 0.9  # outer momentum
+    workers: Positive
+    """Workers that train on their own, a multiple of mesh.data. The losses depend on this number, and not on the mesh. Unit: workers."""
+    every: Positive
+    """Updates of each worker between two synchronizations; the last update of the run is followed by one as well. Unit: updates."""
+    lr: PositiveFloat = 0.7
+    """Learning rate of the outer step, which applies the mean of the workers' changes. Unit: factor."""
+    momentum: Fraction = 0.9
+    """Nesterov momentum of the outer step. Unit: share."""
 
 
 def shards_of(diloco: DilocoConfig | None, sizes: Sizes) -> int:

@@ -12,10 +12,14 @@ from maxlm.config.sections.mesh import MeshConfig
 class ElasticConfig(Section):
     """Going on without hosts that stay away, on a smaller mesh at the same global batch, until they return."""
 
-    # Fewer never go on; nor do fewer than half of the configured hosts, or half of them without process 0.
     min_hosts: Annotated[int, Strict(), Field(ge=1, le=15_000)]
-    wait_s: PositiveFloat = 300.0  # that hosts are waited for
-    grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
+    """Fewest hosts that the run goes on with; it never goes on with fewer than half of the configured hosts, or with just half of them
+    without process 0. Unit: hosts.
+    """
+    wait_s: PositiveFloat = 300.0
+    """Time for which absent hosts are waited for before the run goes on without them. Unit: seconds."""
+    grow_after_s: PositiveFloat = 600.0
+    """Time for which a smaller run is left alone before hosts that came back may join it. Unit: seconds."""
 
 
 def _problems(elastic: ElasticConfig, model_balances_microbatches: bool, mesh: MeshConfig) -> Problems:

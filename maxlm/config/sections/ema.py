@@ -11,7 +11,8 @@ from maxlm.config.fields import BELOW_ONE, Float, Section
 class EmaConfig(Section):
     """An exponential moving average of the parameters, in float32. Update n leaves it min(decay, (1 + n) / (10 + n)) of its old value."""
 
-    decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999  # share of its old value that an update leaves, in the end
+    decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999
+    """Share of its old value that the average keeps in an update, once the run is long; it begins smaller. Unit: share."""
 
 
 def _problems(ema: EmaConfig, diloco: object) -> Problems:

@@ -1,4 +1,4 @@
-"""Answers to trouble in training (docs/health.md)."""
+"""Answers to trouble in training (docs/explanation/health.md)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,24 +10,38 @@ from maxlm.config.fields import AtLeastOne, Count, Positive, Section
 
 
 class HealthConfig(Section):
-    """Answers to trouble in training (docs/health.md). Absent: alarms, and exit code 4 where a run is beyond repair.
+    """Answers to trouble in training (docs/explanation/health.md). Absent: alarms, and exit code 4 where a run is beyond repair.
 
     Batches that a roll back leaves out are part of the data order: in every later checkpoint, and in `roll_backs.json` of the run.
     """
 
-    # A loss or gradient norm `spreads` deviations above its recent median. skip: a single update at twice that is not applied; roll_back:
-    # after `spike_steps` in a row, or when the loss has long been bad, training goes back before them, and leaves their batches out.
     spike: Literal["warn", "skip", "roll_back"] = "warn"
-    not_finite: Literal["skip", "roll_back"] = "skip"  # such an update is never applied; roll_back: after ten in a row
-    # A sudden change of the update/weight ratio or the gradient of a layer. None: these figures are not computed.
+    """Answer to a loss or gradient norm that is `spreads` deviations above its recent median. warn: an alarm; skip: a single update at
+    twice that height is not applied; roll_back: after `spike_steps` in a row, or when the loss has long been bad, training goes back to a
+    checkpoint before them and leaves their batches out.
+    """
+    not_finite: Literal["skip", "roll_back"] = "skip"
+    """Answer to a loss or gradient that is not finite; such an update is never applied. skip: go on with the next batch; roll_back: after
+    ten in a row go back to a checkpoint and leave their batches out.
+    """
     layers: Literal["warn", "roll_back"] | None = None
-    activations_every: Count = 100  # with `layers`: updates between two looks at activations, attention and weights; 0: none
-    spreads: AtLeastOne = 8.0  # deviations from which a value counts as a spike
-    spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5  # spikes in a row before training goes back
-    roll_backs: Count = 10  # in a run; one more ends it with exit code 4
-    recent_roll_backs: Count = 3  # and in `recent_steps` steps
-    recent_steps: Positive = 1000  # steps that recent_roll_backs is about
-    leave_out: tuple[Count, ...] = ()  # numbers of batches, from 0, that are not trained on
+    """Answer to a sudden change of the update-to-weight ratio or the gradient of a layer. warn: an alarm; roll_back: go back to a
+    checkpoint. null: these figures are not computed.
+    """
+    activations_every: Count = 100
+    """With `layers`, updates between two looks at activations, attention and weights; 0: none. Unit: updates."""
+    spreads: AtLeastOne = 8.0
+    """Deviations above the recent median from which a value counts as a spike. Unit: deviations."""
+    spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5
+    """Spikes in a row after which training goes back. Unit: updates."""
+    roll_backs: Count = 10
+    """Most returns to a checkpoint in the whole run; one more ends it with exit code 4. Unit: roll backs."""
+    recent_roll_backs: Count = 3
+    """Most returns to a checkpoint within `recent_steps` updates; one more ends the run with exit code 4. Unit: roll backs."""
+    recent_steps: Positive = 1000
+    """Window over which recent_roll_backs is counted. Unit: updates."""
+    leave_out: tuple[Count, ...] = ()
+    """Numbers of batches, counted from 0, that are not trained on. Unit: batch numbers."""
 
 
 def _problems(health: HealthConfig, diloco: object) -> Problems:

@@ -8,9 +8,12 @@ from maxlm.hardware.topologies import is_tpu
 class IntegrityConfig(Section):
     """Checks for silent corruption by a device. Copies of the state are compared before every save, too."""
 
-    every_steps: Positive = 100  # between two comparisons of the copies of parameters and optimizer state
-    replay_every: Positive | None = None  # steps after which devices repeat each other's work; None: never
-    repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
+    every_steps: Positive = 100
+    """Updates between two comparisons of the copies of parameters and optimizer state on different devices. Unit: updates."""
+    replay_every: Positive | None = None
+    """Updates after which devices repeat each other's work and compare the results; null: never. Unit: updates."""
+    repeat_every: Positive | None = None
+    """Updates after which an update is computed a second time, from a copy of the state, and compared; null: never. Unit: updates."""
 
 
 def on_mesh(settings: IntegrityConfig, sizes: Sizes, diloco: object) -> Problems:

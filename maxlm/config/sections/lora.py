@@ -7,6 +7,7 @@ from pydantic import Field
 
 from maxlm.config.capability import FLOAT32, Capability, Problems, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
+from maxlm.config.part import OptimizerFacts
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
 
@@ -14,15 +15,25 @@ LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "k
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): the model of `train.start_from` is frozen; a matrix W becomes W + alpha / rank * A B."""
 
-    rank: Positive  # inner dim of the product A B
-    alpha: PositiveFloat = 16.0  # the product is multiplied by alpha / rank
-    # Names as in the parameter tree: attention (`query_down`, `kv_down`, `kv`: of model.latent), and feed-forward layers that are dense or
-    # shared by all tokens. None: all that the model has. Embeddings, norms, routers and experts are never adapted.
+    rank: Positive
+    """Inner dimension of the product A B that is added to each adapted matrix. Unit: dims."""
+    alpha: PositiveFloat = 16.0
+    """The product A B is multiplied by alpha / rank. Unit: factor."""
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
+    """Adapted matrices, by their names in the parameter tree: matrices of attention (query_down, kv_down and kv belong to model.latent),
+    and of feed-forward layers that are dense or shared by all tokens. null: all of these that the model has. Embeddings, norms, routers and
+    routed experts are never adapted.
+    """
 
 
 def _problems(
-    lora: LoraConfig, model_adaptable: tuple[str, ...], model_moe: object, model_d_model: int, optimizer_name: str, diloco: object
+    lora: LoraConfig,
+    model_adaptable: tuple[str, ...],
+    model_moe: object,
+    model_d_model: int,
+    optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
+    diloco: object,
 ) -> Problems:
     """Settings of `model.lora`, and what does not go together with a frozen model."""
     if other := [name for name in lora.matrices or () if name not in model_adaptable]:
@@ -35,7 +46,7 @@ def _problems(
         )
     if lora.rank > model_d_model:
         yield "model.lora.rank", lora.rank, f"is above model.d_model = {model_d_model}, the rank of a whole matrix", "use 4 to 64"
-    if optimizer_name in ("muon", "soap"):
+    if optimizer_facts.gathers:
         yield "optimizer.name", optimizer_name, "is for whole matrices, and model.lora trains none", "use adamw"
     if diloco is not None:
         rule = "gives every worker a state of its own, with the frozen model of model.lora"

@@ -1,4 +1,4 @@
-"""Number formats of the model's matmuls (docs/precision.md): the section, and its rules with itself, the model and the chip."""
+"""Number formats of the model's matmuls (docs/explanation/precision.md): the section, and its rules with itself, the model and the chip."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
@@ -20,24 +20,38 @@ MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, 
 class QuantizedConfig(Section):
     """Matmuls of layers with 8-bit operands, forward and in the gradient; sums are exact, or float32. Routers stay in float32."""
 
-    # fp8: e4m3. mxfp8: e4m3 with a power of two for every 32 numbers. int4: of weights only.
     format: Literal["int8", "fp8", "mxfp8", "int4"]
-    # Of gradients in their two matmuls; what they are multiplied by is in `format`. bf16: `precision.compute`, as is what they are
-    # multiplied by. None: int8 for int8; e4m3 for mxfp8 and tiles of fp8; e5m2 for other fp8; bf16 where only weights are quantized.
+    """Number format of the operands of matmuls. int8: 8-bit integers; fp8: e4m3 (arXiv 2209.05433); mxfp8: e4m3 with a power of two for
+    every 32 numbers (OCP Microscaling, arXiv 2310.10537); int4: 4-bit integers, for weights only.
+    """
     gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None
-    # Numbers that share a scale. tensor: a whole operand; channel: a row or column, all that is summed; tile: `tile` of what is summed.
-    scaling: Literal["tensor", "channel", "tile"] | None = None  # None: channel; of mxfp8 tile
-    tile: Annotated[int, Strict(), Field(ge=16, le=4096)] | None = None  # None: 128 with scaling: tile, 32 for mxfp8
-    weights_only: Bool = False  # quantization-aware training: weights are rounded to the format, matmuls are in `precision.compute`
-    stochastic_rounding: Bool = False  # of gradients, up or down with probabilities that make their mean exact
-    hadamard: Annotated[int, Strict(), Field(ge=2, le=1024)] | None = (
-        None  # rotate operands by Hadamard matrices of this size, a power of two
-    )
-    skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
-    first_layers: Count = 0  # first layers, with all matrices kept in `precision.compute`: whole periods of model.layer_pattern
-    last_layers: Count = 0  # the same of the last layers
-    unembedding: Bool = False  # the matmuls of the loss as well; gradients of logits are rounded stochastically to integers
-    force: Bool = False  # allow a format that the chip is no faster with
+    """Number format of gradients in their two matmuls; the other operands stay in `format`. bf16: these matmuls are computed in
+    precision.compute. null: int8 for int8; e4m3 for mxfp8 and for fp8 in tiles; e5m2 for other fp8; bf16 where only weights are quantized.
+    """
+    scaling: Literal["tensor", "channel", "tile"] | None = None
+    """Numbers that share a scale. tensor: a whole operand; channel: a row or column, which is all that a sum runs over; tile: `tile`
+    numbers along the sum. null: channel, with mxfp8 tile.
+    """
+    tile: Annotated[int, Strict(), Field(ge=16, le=4096)] | None = None
+    """Numbers along the sum that share a scale, with scaling: tile. null: 128, with mxfp8 32. Unit: numbers."""
+    weights_only: Bool = False
+    """Quantization-aware training: weights are rounded to the format, and matmuls are computed in precision.compute."""
+    stochastic_rounding: Bool = False
+    """Round gradients up or down at random, with probabilities that make their mean exact."""
+    hadamard: Annotated[int, Strict(), Field(ge=2, le=1024)] | None = None
+    """Size of the Hadamard matrices that rotate operands before they are rounded, a power of two, which spreads outliers (arXiv
+    2404.00456). null: no rotation. Unit: dims.
+    """
+    skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()
+    """Matrices that are kept in precision.compute, by their names in the parameter tree; experts: the matrices of every expert."""
+    first_layers: Count = 0
+    """First layers with all matrices kept in precision.compute; must be whole periods of model.layer_pattern. Unit: layers."""
+    last_layers: Count = 0
+    """Last layers with all matrices kept in precision.compute; must be whole periods of model.layer_pattern. Unit: layers."""
+    unembedding: Bool = False
+    """Quantize the matmuls of the loss as well; gradients of the logits are rounded stochastically to integers."""
+    force: Bool = False
+    """Allow a format that is no faster than bfloat16 on the chip of the run."""
 
     @property
     def element(self) -> ElementFormat:

@@ -13,13 +13,18 @@ RematName = Literal["layer_input", "query", "key", "value", "attention", "attent
 class MemoryConfig(Section):
     """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
 
-    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = (
-        "full"  # full: only the input of each layer is kept; dots: results of matmuls; none: everything
-    )
-    offload: tuple[RematName, ...] = ()  # saved in host memory
-    # True: layers one after another, without a loop: nothing is copied to stacks and back, and the compiler sees every layer.
+    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
+    """Activations that are saved for the backward pass; all others are recomputed. none: nothing is recomputed; full: only the input of
+    each layer is saved; dots: the results of matmuls are saved; or a list of the names of saved tensors.
+    """
+    offload: tuple[RematName, ...] = ()
+    """Names of activations that are saved in host memory rather than on the device."""
     unroll: Bool = False
-    offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
+    """Compute layers one after another without a loop: nothing is copied to stacked arrays and back, and the compiler sees every layer, at
+    the price of a longer compilation.
+    """
+    offload_state: OffloadStateConfig | None = None
+    """Optimizer state and master weights in host memory or in files on NVMe disks; null: on the device."""
 
     @property
     def layers_on_host(self) -> bool:

@@ -56,18 +56,38 @@ RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICA
 class MeshConfig(Section):
     """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
 
-    data: Int = 1  # replicas of the model
-    stage: Int = 1  # stages of a pipeline
-    fsdp: Int = -1  # shards of the state
-    context: Int = 1  # parts of a sequence
-    tensor: Int = 1  # parts of heads and of widths
-    expert: Int = 1  # groups of experts
-    context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
-    # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
-    # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
+    data: Int = 1
+    """Replicas of the model, each with a share of the batch (data parallelism); -1: all devices that the other axes leave. Unit: devices.
+    """
+    stage: Int = 1
+    """Stages of a pipeline over the layers (pipeline parallelism); -1: all devices that the other axes leave. Unit: devices."""
+    fsdp: Int = -1
+    """Shards of the weights and the optimizer state, each with a share of the batch (fully sharded data parallelism, ZeRO, arXiv
+    1910.02054); -1: all devices that the other axes leave. Unit: devices.
+    """
+    context: Int = 1
+    """Parts into which each sequence is split (context parallelism); -1: all devices that the other axes leave. Unit: devices."""
+    tensor: Int = 1
+    """Parts into which heads, feed-forward widths and the vocabulary are split (tensor parallelism, arXiv 1909.08053); -1: all devices that
+    the other axes leave. Unit: devices.
+    """
+    expert: Int = 1
+    """Groups into which the experts of each layer are split, each with a share of the batch (expert parallelism); -1: all devices that the
+    other axes leave. Unit: devices.
+    """
+    context_attention: ContextAttention = "ring"
+    """Attention over a sequence that mesh.context splits. ring: keys and values are passed from device to device, block by block (arXiv
+    2310.01889); gather: they are gathered all at once; ulysses: heads are split in place of tokens (arXiv 2309.14509).
+    """
     zero: Annotated[Literal[1, 2, 3], BeforeValidator(whole)] = 3
-    slices: Few = 1  # pods joined by the data-centre network
-    across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
+    """Parts of the state that `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients as well, as they
+    are formed; 3: also the weights that are computed with, which are gathered layer by layer. With 1 and 2 the weights are gathered once an
+    update.
+    """
+    slices: Few = 1
+    """Pods or slices that are joined by the data-centre network alone. Unit: slices."""
+    across_slices: Literal["data", "fsdp", "stage"] = "data"
+    """Mesh axis that crosses slices; its size must be a multiple of `slices`."""
 
     def sizes(self) -> dict[str, int]:
         """Axis name -> configured size (one may be -1), outermost first."""
@@ -76,8 +96,8 @@ class MeshConfig(Section):
 
 def _problems(mesh: MeshConfig) -> Problems:
     sizes = mesh.sizes()
-    for axis, size in sizes.items():
-        if size < 1 and size != -1:
+    for axis in AXES:
+        if (size := sizes[axis]) < 1 and size != -1:
             yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1:

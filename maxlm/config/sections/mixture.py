@@ -25,27 +25,46 @@ Weights = Annotated[dict[Text, PositiveFloat], Field(min_length=1)]
 class SourceConfig(Section):
     """A token store, or the documents of it that meet conditions."""
 
-    store: StoredPath  # a folder or gs:// made by `maxlm data prepare`
-    where: tuple[Condition, ...] = ()  # on the metadata of its documents, all of which are met, as `language == en`
-    by: Text | None = None  # a field of the metadata: each of its values is a source of its own, NAME/VALUE
-    weight: PositiveFloat | None = None  # share of the samples, in any unit; None, for all sources: by their tokens
-    epochs: PositiveFloat | None = None  # at most; then the other sources share what this one had
+    store: StoredPath
+    """Token store of this source: a folder or a gs:// address, as written by `maxlm data prepare`."""
+    where: tuple[Condition, ...] = ()
+    """Conditions on the metadata of documents, such as `language == en`; a document must meet all of them. Empty: all documents."""
+    by: Text | None = None
+    """Field of the metadata that splits this source: each of its values becomes a source of its own, NAME/VALUE. null: one source."""
+    weight: PositiveFloat | None = None
+    """Share of the samples, relative to the weights of the other sources; either all sources have one, or none has. null: shares follow the
+    numbers of tokens. Unit: any, relative to the other weights.
+    """
+    epochs: PositiveFloat | None = None
+    """Most passes over this source; after them the other sources share the samples that it had. null: no limit. Unit: passes."""
 
 
 class StageConfig(Section):
     """Other shares from some token of the run on, until the next stage."""
 
-    from_tokens: Tokens  # of the whole run, rounded up to samples
-    weights: Weights | None = None  # of the sources in this stage, by name: others have no part in it
-    temperature: AtLeastOne | None = None  # instead, or within sources that are split `by` a field
+    from_tokens: Tokens
+    """First token of the run from which these shares hold, rounded up to whole samples. Unit: tokens."""
+    weights: Weights | None = None
+    """Weights of the sources in this stage, by name; a source that is not named takes no part. null: as at the beginning. Unit: any,
+    relative to the other weights.
+    """
+    temperature: AtLeastOne | None = None
+    """Temperature of the shares in this stage, for sources without a weight or within sources that are split by a field; null: as at the
+    beginning. Unit: exponent.
+    """
 
 
 class MixtureConfig(Section):
     """Sources, and their shares of the samples from the beginning on."""
 
     sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
-    temperature: AtLeastOne = 1.0  # where no weights are given shares are as tokens ** (1 / temperature) (arXiv 1907.05019)
+    """Sources by name; the name appears in metrics and in `maxlm data inspect`."""
+    temperature: AtLeastOne = 1.0
+    """Where no weights are given, the share of a source is its tokens ** (1 / temperature), divided by the sum over all sources (arXiv
+    1907.05019); 1: in proportion to tokens. Unit: exponent.
+    """
     stages: tuple[StageConfig, ...] = ()
+    """Later stages of the run with other shares, ordered by their beginning. Empty: the same shares throughout."""
 
 
 FIELD = "data.mixture"

@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from maxlm.config.capability import Capability, Problems, divisors_text
+from maxlm.config.choices import part
 from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
-from maxlm.config.layer_parts import PatternEntry, ResidualRule
+from maxlm.config.layer_parts import PatternEntry, ResidualRule, other_feed_forward
+from maxlm.config.part import ResidualFacts
 from maxlm.config.sections.lora import LoraConfig
 from maxlm.config.sections.moe import MoeConfig
 from maxlm.config.sections.mtp import MtpConfig
@@ -17,78 +19,136 @@ from maxlm.config.sections.rope import RopeConfig
 class LatentConfig(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
 
-    q_rank: Positive | None = None  # width that queries are squeezed to; None: they are not
-    kv_rank: Positive  # width that keys and values are squeezed to
-    nope_dim: Positive  # of a head's query and key, without position
-    rope_dim: Positive  # of a head's query, rotated; of the key that all heads share
-    value_dim: Positive  # of a head
+    q_rank: Positive | None = None
+    """Width of the vector that queries are compressed to before they are expanded to all heads; null: queries are not compressed. Unit:
+    dims.
+    """
+    kv_rank: Positive
+    """Width of the vector that keys and values are compressed to; this vector and the rotated key are all that the cache holds. Unit: dims.
+    """
+    nope_dim: Positive
+    """Dims of each head's queries and keys that carry no position. Unit: dims."""
+    rope_dim: Positive
+    """Dims of each head's queries that are rotated by RoPE, and of the one rotated key that all heads share; must be even. Unit: dims."""
+    value_dim: Positive
+    """Dims of each head's values; at most nope_dim + rope_dim. Unit: dims."""
 
 
 class LearnedPositionsConfig(Section):
     """A learned vector a position, added to embeddings, in place of RoPE (GPT-2)."""
 
-    max_seq_len: Positive  # rows of the table
+    max_seq_len: Positive
+    """Rows of the table of positions, and so the longest sequence that the model can read. Unit: tokens."""
 
 
 class SoftcapConfig(Section):
     """Soft caps: x becomes cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
 
-    attention: PositiveFloat | None = None  # of scaled attention scores
-    logits: PositiveFloat | None = None  # of logits
+    attention: PositiveFloat | None = None
+    """Cap of the scaled attention scores, before the softmax; null: no cap. Unit: logits."""
+    logits: PositiveFloat | None = None
+    """Cap of the logits over the vocabulary; null: no cap. Unit: logits."""
 
 
 class ClampConfig(Section):
     """Bounds of `swiglu_clamped` (gpt-oss, arXiv 2508.10925): min(gate, limit) * sigmoid(slope * gate) * (clip(up, -limit, limit) + 1)."""
 
-    limit: PositiveFloat = 7.0  # largest absolute value
-    slope: PositiveFloat = 1.702  # factor of the gate inside the sigmoid
+    limit: PositiveFloat = 7.0
+    """Largest absolute value of the gate and of the up-projection. Unit: activation value."""
+    slope: PositiveFloat = 1.702
+    """Factor of the gate inside the sigmoid. Unit: factor."""
 
 
 class MultipliersConfig(Section):
     """Constant factors of activations (Granite 3), multiplied with the factors of `model.parametrization`."""
 
-    embedding: PositiveFloat = 1.0  # of embeddings
-    residual: PositiveFloat = 1.0  # of what each sublayer adds
-    logits_divisor: PositiveFloat = 1.0  # logits are divided by it
+    embedding: PositiveFloat = 1.0
+    """Factor of the embeddings as they enter the first layer. Unit: factor."""
+    residual: PositiveFloat = 1.0
+    """Factor of the output of every sublayer before it is added to the residual stream. Unit: factor."""
+    logits_divisor: PositiveFloat = 1.0
+    """Number by which logits are divided. Unit: factor."""
 
 
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    vocab_size: Positive  # rows of the embedding table
-    d_model: Positive  # width of hidden states
-    n_layers: Positive  # number of layers
-    n_heads: Positive  # heads of queries in each layer
-    n_kv_heads: Positive = 0  # derived: n_heads
-    head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
-    d_ff: Positive  # width inside a feed-forward layer
-    # geglu and gelu in their tanh form, or exact (arXiv 1606.08415); swiglu_clamped: gpt-oss's (arXiv 2508.10925)
+    vocab_size: Positive
+    """Rows of the embedding table: the number of token ids that the model knows, padding of the table included. Unit: token ids."""
+    d_model: Positive
+    """Width of the hidden states between layers. Unit: dims."""
+    n_layers: Positive
+    """Number of layers, each with a sequence mixer and a feed-forward part. Unit: layers."""
+    n_heads: Positive
+    """Query heads of the attention in each layer. Unit: heads."""
+    n_kv_heads: Positive = 0
+    """Key and value heads of the attention in each layer, each shared by n_heads / n_kv_heads query heads (grouped-query attention, arXiv
+    2305.13245). Default: n_heads. Unit: heads.
+    """
+    head_dim: Positive = 0
+    """Width of one head's queries and keys. Default: d_model / n_heads, with latent attention nope_dim + rope_dim. Unit: dims."""
+    d_ff: Positive
+    """Hidden width of a dense feed-forward layer. Unit: dims."""
     activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "swiglu_clamped"] = "swiglu"
-    clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
-    norm_eps: PositiveFloat = 1e-5  # added to the variance before its root is taken
-    norm_position: ResidualRule = "pre"  # sandwich: before and after each sublayer (Gemma)
-    qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
-    # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
+    """Activation of the feed-forward layers. swiglu and geglu are gated (arXiv 2002.05202), gelu is not. geglu and gelu use the tanh
+    approximation of GELU, geglu_exact and gelu_exact its exact form (arXiv 1606.08415). swiglu_clamped is the bounded SwiGLU of gpt-oss
+    (arXiv 2508.10925).
+    """
+    clamp: ClampConfig | None = None
+    """Bounds of `swiglu_clamped`; null: the limit of 7 and the slope of 1.702 of gpt-oss."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalization in front of every sublayer and before the logits. layernorm always has a bias, whatever `bias` says; rmsnorm has none.
+    """
+    norm_eps: PositiveFloat = 1e-5
+    """Number added to the variance before its square root is taken. Unit: squared activation value."""
+    norm_position: ResidualRule = "pre"
+    """Place of the norms around a sublayer. pre: before it; sandwich: before and after it, as in Gemma 2 and 3."""
+    qk_norm: Bool = False
+    """Normalize queries and keys of each head over head_dim, before RoPE."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
-    learned_positions: LearnedPositionsConfig | None = None  # None: RoPE
+    """Linear layers that have a bias. qkv: queries, keys and values; attention: these and the output projection; mlp: feed-forward layers
+    and routers; all: all of them. The unembedding never has one.
+    """
+    learned_positions: LearnedPositionsConfig | None = None
+    """A learned vector for each position, added to the embeddings; null: positions are given by RoPE."""
     rope: RopeConfig = RopeConfig()
-    rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
-    # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
+    """Rotary position embedding of all layers, or of the global layers where `rope_local` is set (arXiv 2104.09864)."""
+    rope_local: RopeConfig | None = None
+    """Rotary position embedding of the local layers; null: as in the global layers."""
     layer_pattern: Annotated[tuple[PatternEntry, ...], Field(min_length=1, max_length=256)] = ("global",)
-    window: Positive | None = None  # tokens a local layer sees, itself included
-    attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
+    """Kinds of layers from the first on, repeated over the depth; the last round is cut short where n_layers is no multiple of its length.
+    global: attention over all earlier tokens; local: over the last `window` tokens.
+    """
+    window: Positive | None = None
+    """Tokens that a local layer attends to, the token itself included; required if and only if layer_pattern has local layers. Unit:
+    tokens.
+    """
+    attention_scale: PositiveFloat | None = None
+    """Factor of the products of queries and keys before the softmax; null: 1 / sqrt(head_dim). Unit: factor."""
     softcap: SoftcapConfig | None = None
-    tie_embeddings: Bool = False  # use the embedding table as unembedding
-    scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
+    """Soft caps of attention scores and logits (Gemma 2, arXiv 2408.00118); null: none."""
+    tie_embeddings: Bool = False
+    """Use the embedding table as the unembedding as well, so that the model has one such table."""
+    scale_embeddings: Bool = False
+    """Multiply embeddings by the square root of d_model, as Gemma does."""
     multipliers: MultipliersConfig | None = None
-    init_std: PositiveFloat = 0.02  # standard deviation of initial weights
-    moe: MoeConfig | None = None  # None: every layer is dense
-    latent: LatentConfig | None = None  # None: grouped-query attention
-    sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
+    """Constant factors of activations, as in Granite 3; null: all are 1."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights. Unit: weight value."""
+    moe: MoeConfig | None = None
+    """Mixture of experts in the feed-forward layers; null: every layer is dense."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); null: grouped-query attention."""
+    sinks: Bool = False
+    """Give each head a learned score that takes part in the softmax and has no value, so that a head can attend to nothing (gpt-oss, arXiv
+    2508.10925).
+    """
     mtp: MtpConfig | None = None
-    lora: LoraConfig | None = None  # None: every parameter is trained
-    parametrization: ParametrizationConfig | None = None  # None: the standard one
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437); null: the next token only."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters on a frozen model (LoRA, arXiv 2106.09685); null: every parameter is trained."""
+    parametrization: ParametrizationConfig | None = None
+    """Dependence of learning rates and initial weights on the size of the model, muP or CompleteP; null: the standard parametrization."""
 
     @property
     def merged(self) -> "ModelConfig":
@@ -132,6 +192,12 @@ class ModelConfig(Section):
     def logits_softcap(self) -> float | None:
         """Cap of logits, or None."""
         return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def norms_outputs(self) -> bool:
+        """True if the output of a sublayer is normed before it is added."""
+        facts: ResidualFacts = part("residual", self.norm_position).facts
+        return facts.norms_output
 
     @property
     def gated(self) -> bool:
@@ -272,9 +338,15 @@ def _pattern(model: ModelConfig) -> Problems:
         yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
 
 
+def _one_feed_forward(model: ModelConfig) -> Problems:
+    chosen = [one.name for one in other_feed_forward() if getattr(model, one.name, None) is not None]
+    if len(chosen) > 1:
+        yield f"model.{chosen[1]}", "set", f"model.{chosen[0]} chooses the feed-forward part of the same layers", "remove one of them"
+
+
 def _identity(model: ModelConfig) -> dict[str, Any]:
     """All but weights of losses."""
     return {f"model.{key}": value for key, value in flatten(model.model_dump(mode="json")) if key != "mtp.loss_weight"}
 
 
-CAPABILITY = Capability(key="model", rules=(_problems, _latent, _windows, _pattern), identity=_identity)
+CAPABILITY = Capability(key="model", rules=(_problems, _latent, _windows, _pattern, _one_feed_forward), identity=_identity)

@@ -12,32 +12,67 @@ from maxlm.config.fields import Bool, Count, Fraction, NonNegative, Positive, Po
 class RouterConfig(Section):
     """Assignment of tokens to experts. Scores, choice and weights are float32."""
 
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token over all experts; sigmoid: each by itself (DeepSeek-V3)
-    choice: Literal["token", "expert"] = (
-        "token"  # the side that chooses; expert choice (arXiv 2202.09368) reads the whole sequence: not causal
-    )
-    normalize: Bool = True  # a token's weights over the experts it has chosen sum to 1
-    scale: PositiveFloat = 1.0  # multiplies those weights
-    groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
-    top_groups: Positive = 1  # groups that the experts of a token are from
-    group_score: Literal["best"] | None = None  # score of its best expert (DeepSeek-V2); None: sum of its best two (arXiv 2412.19437)
-    capacity: PositiveFloat | None = None  # None: dropless; else an expert takes this many times its even share of a sequence, at most
-    jitter: Fraction = 0.0  # what the router reads is multiplied by 1 - jitter to 1 + jitter in training (arXiv 2101.03961)
-    balance_loss: NonNegative = 0.0  # weight of experts * sum(share of tokens * mean score), 1 when even (arXiv 2006.16668, 2101.03961)
-    balance_over: Literal["batch", "sequence"] = "batch"  # shares are counted over all tokens of a microbatch, or in each sequence
-    z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906)
-    bias_rate: NonNegative = 0.0  # loss-free balancing: a bias of the choice moves so far towards even load an update (arXiv 2408.15664)
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that turns a token's router logits into scores. softmax: over all experts; sigmoid: of each expert by itself (DeepSeek-V3,
+    arXiv 2412.19437).
+    """
+    choice: Literal["token", "expert"] = "token"
+    """Side that chooses. token: each token takes its best experts; expert: each expert takes its best tokens of the whole sequence (arXiv
+    2202.09368), so that the model is not causal.
+    """
+    normalize: Bool = True
+    """Divide a token's weights by their sum, so that the weights of its chosen experts add up to 1."""
+    scale: PositiveFloat = 1.0
+    """Factor of a token's weights over its chosen experts. Unit: factor."""
+    groups: Positive = 1
+    """Groups of neighbouring experts; a token's experts all come from its top_groups best groups (DeepSeek-V2, arXiv 2405.04434). Unit:
+    groups.
+    """
+    top_groups: Positive = 1
+    """Groups that the experts of one token come from. Unit: groups."""
+    group_score: Literal["best"] | None = None
+    """Score by which groups are ranked. best: the score of the group's best expert (DeepSeek-V2); null: the sum of its two best
+    (DeepSeek-V3, arXiv 2412.19437).
+    """
+    capacity: PositiveFloat | None = None
+    """Most tokens that an expert takes, as a multiple of its even share of a sequence; further tokens are dropped. null: no token is
+    dropped. Unit: factor.
+    """
+    jitter: Fraction = 0.0
+    """In training, the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter (Switch Transformer, arXiv 2101.03961).
+    Unit: factor.
+    """
+    balance_loss: NonNegative = 0.0
+    """Weight of the balancing loss, experts * sum(share of tokens * mean score), which is 1 when experts are used evenly (arXiv 2006.16668,
+    2101.03961). Unit: weight of a loss.
+    """
+    balance_over: Literal["batch", "sequence"] = "batch"
+    """Tokens over which the balancing loss counts its shares. batch: all tokens of a microbatch; sequence: each sequence by itself."""
+    z_loss: NonNegative = 0.0
+    """Weight of mean(logsumexp(router logits)^2), which keeps router logits small (ST-MoE, arXiv 2202.08906). Unit: weight of a loss."""
+    bias_rate: NonNegative = 0.0
+    """Loss-free balancing (arXiv 2408.15664): after every update, a bias that only the choice of experts reads moves by this much towards
+    an even load. Unit: score an update.
+    """
 
 
 class MoeConfig(Section):
     """Mixture of experts: feed-forward layers of which each token uses `top_k`."""
 
-    n_experts: Positive  # experts in a layer
-    top_k: Positive  # experts that a token uses
-    d_ff: Positive  # width inside one expert; `model.d_ff` is the width of dense layers
-    n_shared: Count = 0  # experts, as one feed-forward layer as wide as all of them, that every token uses (DeepSeekMoE, arXiv 2401.06066)
-    n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
+    n_experts: Positive
+    """Routed experts in each layer. Unit: experts."""
+    top_k: Positive
+    """Routed experts that each token uses. Unit: experts."""
+    d_ff: Positive
+    """Hidden width of one expert; `model.d_ff` is the width of dense layers. Unit: dims."""
+    n_shared: Count = 0
+    """Shared experts that every token uses, computed as one feed-forward layer of their joint width (DeepSeekMoE, arXiv 2401.06066). Unit:
+    experts.
+    """
+    n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0
+    """Dense layers before the first layer with experts. Unit: layers."""
     router: RouterConfig = RouterConfig()
+    """Assignment of tokens to experts, and the losses that balance it."""
 
 
 def _problems(moe: MoeConfig, model_n_layers: int, model_gated: bool, model_activation: str) -> Problems:

@@ -11,10 +11,14 @@ from maxlm.config.fields import NonNegative, Section
 class MtpConfig(Section):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules that each predict one token further ahead, in training only."""
 
-    depth: Annotated[int, Strict(), Field(ge=1, le=64)] = 1  # modules
-    # hidden states that a module reads: after the final norm of the model or module before it (transformers, vLLM), or before that norm
+    depth: Annotated[int, Strict(), Field(ge=1, le=64)] = 1
+    """Modules after the last layer, each of which predicts one token further ahead. Unit: modules."""
     reads: Literal["normed", "residual"] = "normed"
-    loss_weight: NonNegative = 0.3  # of the mean of their losses, each over the tokens of the main loss
+    """Hidden states that a module reads. normed: after the final norm of the model or of the module before it, as transformers and vLLM do;
+    residual: before that norm.
+    """
+    loss_weight: NonNegative = 0.3
+    """Weight of the mean of the modules' losses, each a mean over the tokens of the main loss. Unit: weight of a loss."""
 
 
 CAPABILITY = Capability(key="model.mtp")

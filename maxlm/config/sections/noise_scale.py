@@ -7,7 +7,8 @@ from maxlm.config.fields import Positive, Section
 class NoiseScaleConfig(Section):
     """Measure the gradient noise scale (arXiv 1812.06162). It costs the norm of each microbatch's gradient."""
 
-    updates: Positive = 100  # that it is averaged over, about
+    updates: Positive = 100
+    """Updates over which the measured noise scale is averaged, as the time constant of a moving average. Unit: updates."""
 
 
 def _problems(

@@ -16,8 +16,10 @@ COPY = "copy that matmuls read"
 class NvmeConfig(Section):
     """A file of offloaded state on each host. It is scratch: a run continues from its checkpoints, and writes the file anew."""
 
-    dir: LocalPath  # an existing folder on a disk of each host; the file in it has no name, and goes with the process
-    threads: Annotated[int, Strict(), Field(ge=1, le=64)] = 4  # reads and writes in flight
+    dir: LocalPath
+    """Existing folder on a local disk of each host. The file in it has no name, and is gone when the process ends."""
+    threads: Annotated[int, Strict(), Field(ge=1, le=64)] = 4
+    """Reads and writes in flight at once. Unit: threads."""
 
 
 class OffloadStateConfig(Section):
@@ -25,14 +27,22 @@ class OffloadStateConfig(Section):
     the device. Norms, biases and routers stay there: they are small.
     """
 
-    optimizer: Literal["host", "nvme"] | None = None  # moments
-    # float32 parameters, and their moving average (`ema`). The device computes with a copy in precision.compute, made once an update.
+    optimizer: Literal["host", "nvme"] | None = None
+    """Place of the optimizer's moments between updates. host: host memory; nvme: files on NVMe disks; null: the device."""
     master: Literal["host", "nvme"] | None = None
-    # Of the matrices of the layers: their gradients, as the backward pass makes them, and the copy that the device computes with, of which
-    # it then holds two layers at a time.
+    """Place of the float32 master weights and their moving average (`ema`) between updates; the device computes with a copy in
+    precision.compute, made once an update. host: host memory; nvme: files on NVMe disks; null: the device.
+    """
     gradients: Literal["host"] | None = None
-    weights: Literal["host"] | None = None  # the copy of them that matmuls read
+    """Place of the gradients of the layers' matrices. host: each layer's gradients move to host memory as the backward pass forms them;
+    null: the device.
+    """
+    weights: Literal["host"] | None = None
+    """Place of the copy of the layers' matrices that matmuls read. host: host memory, with two layers at a time on the device; null: the
+    device.
+    """
     nvme: NvmeConfig | None = None
+    """Folder and threads of the files on NVMe disks; required where `optimizer` or `master` is nvme."""
 
     @property
     def layers_on_host(self) -> bool:

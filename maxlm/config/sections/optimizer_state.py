@@ -1,30 +1,45 @@
-"""Formats of the optimizer's state and of the master weights (docs/optimizer_state.md)."""
+"""Formats of the optimizer's state and of the master weights (docs/explanation/optimizer-state.md)."""
 
 from collections.abc import Iterator
 from typing import Literal
 
 from maxlm.config.capability import Capability, Inert, Problems, State
 from maxlm.config.fields import Section
+from maxlm.config.part import FAST, FIRST, SECOND, SLOW, OptimizerFacts
 
 MomentFormat = Literal["float32", "bfloat16", "int8"]
 
 
 FLOAT32: Literal["float32"] = "float32"
 HALVES = "halves of masters"
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}  # of a number in each format; what is factored is not counted
 
 
 class OptimizerStateConfig(Section):
     """State in fewer bytes. Absent: float32. Vectors (norms, biases) and routers are float32 in any case."""
 
-    # int8: 8-bit codes of a dynamic map, a float32 scale for each block of a dim (Dettmers 2021, arXiv 2110.02861). Of Muon its momentum.
     moments: MomentFormat = FLOAT32
-    # None: as `moments`. factored: means of rows and columns; their product stands for the matrix (Adafactor, arXiv 1804.04235).
+    """Number format of the moments; for Muon of its momentum. int8: 8-bit codes of a dynamic map with a float32 scale for each block (arXiv
+    2110.02861).
+    """
     second_moment: MomentFormat | Literal["factored"] | None = None
-    # stochastic: up or down by chance, so that the mean is exact; a function of (seed, update). None: as the format needs it, int8 moments
-    # to the nearest code (they drift less so), bfloat16 moments and split24 masters stochastic.
+    """Number format of the second moment. factored: means over rows and columns, of which the product stands for the matrix (Adafactor,
+    arXiv 1804.04235). null: as `moments`.
+    """
     rounding: Literal["stochastic", "nearest"] | None = None
-    # split: bfloat16 halves that matmuls read, and the other 16 bits apart; split24: 8 bits apart, 3 bytes in all
+    """Rounding of stored values. stochastic: up or down at random, so that the mean is exact, as a function of the seed and the update;
+    nearest: to the nearest code. null: nearest for int8 moments, which then drift less, and stochastic for bfloat16 moments and split24
+    masters.
+    """
     masters: Literal["float32", "split", "split24"] = FLOAT32
+    """Storage of the master weights. float32: 4 bytes a weight; split: a bfloat16 half that matmuls read and the other 16 bits, 4 bytes;
+    split24: the half and 8 more bits, 3 bytes.
+    """
+
+    def moment_bytes(self, facts: OptimizerFacts) -> int:
+        """Bytes that moments take for a number of a hidden matrix, at least: scales and what `facts.more` names come on top."""
+        formats = {**dict.fromkeys((FIRST, FAST, SLOW), self.moments), SECOND: self.second}
+        return sum(BYTES[formats.get(moment, FLOAT32)] for moment in facts.moments)
 
     @property
     def second(self) -> str:
@@ -36,19 +51,22 @@ class OptimizerStateConfig(Section):
         return self.rounding == "stochastic" if self.rounding is not None else format != "int8"
 
 
-def _problems(state: OptimizerStateConfig, optimizer_name: str, precision_compute: str, diloco: object, model_lora: object) -> Problems:
+def _problems(
+    state: OptimizerStateConfig,
+    optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
+    precision_compute: str,
+    diloco: object,
+    model_lora: object,
+) -> Problems:
     """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
-    name, field = optimizer_name, "optimizer.state"
-    if name == "adafactor" and state.moments != "float32":
-        yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
-    if name == "adafactor" and state.second_moment is not None:
-        rule = "the second moment of optimizer.name = adafactor is always factored"
-        yield f"{field}.second_moment", state.second_moment, rule, "remove it, or use optimizer.name=adamw"
-    if name == "lion" and state.second_moment is not None:
-        yield f"{field}.second_moment", state.second_moment, "optimizer.name = lion has no second moment", "remove it"
-    elif name not in ("adamw", "adafactor") and state.second_moment == "factored":
-        which = " of matrices" if name == "muon" else " that is factored"
-        rule = f"optimizer.name = {name} has no second moment{which}"
+    field, second = "optimizer.state", state.second_moment
+    facts = optimizer_facts
+    if second is not None and SECOND not in facts.moments and not (facts.factored or facts.adam):
+        yield f"{field}.second_moment", second, f"optimizer.name = {optimizer_name} has no second moment", "remove it"
+    elif second == "factored" and not facts.factored:
+        which = "that is factored" if SECOND in facts.moments else "of matrices"
+        rule = f"optimizer.name = {optimizer_name} has no second moment {which}"
         yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8, or optimizer.name=adamw"
     if state.masters != "float32":
         if precision_compute != "bfloat16":

@@ -1,9 +1,11 @@
-"""Hyperparameters that transfer: tuned on a small model, and read by larger ones with `model.parametrization` (docs/transfer.md)."""
+"""Hyperparameters that transfer: tuned on a small model, read by larger ones (docs/how-to/transfer-hyperparameters.md)."""
 
 from typing import Literal, NamedTuple
 
 from maxlm.config.capability import Capability, Problems
+from maxlm.config.choices import parts
 from maxlm.config.fields import Positive, Section
+from maxlm.config.part import OptimizerFacts
 
 
 class ParametrizationConfig(Section):
@@ -11,10 +13,16 @@ class ParametrizationConfig(Section):
     (d_model, d_ff, heads x head_dim, latent ranks, widths of experts) divided by d_model / base_width. Numbers of experts stay.
     """
 
-    kind: Literal["mup", "completep"]  # widths (arXiv 2203.03466), or widths and depths (arXiv 2505.01618, with its alpha = 1)
-    base_width: Positive  # d_model of the base model
-    base_depth: Positive | None = None  # n_layers of the base model, for completep
-    base_head_dim: Positive | None = None  # None: head_dim of this model; the base model has fewer heads
+    kind: Literal["mup", "completep"]
+    """Sizes over which hyperparameters transfer. mup: widths (arXiv 2203.03466); completep: widths and depths (arXiv 2505.01618, with its
+    alpha = 1).
+    """
+    base_width: Positive
+    """Width (d_model) of the base model, for which the hyperparameters are stated. Unit: dims."""
+    base_depth: Positive | None = None
+    """Layers (n_layers) of the base model; required by completep, and refused with mup. Unit: layers."""
+    base_head_dim: Positive | None = None
+    """Width of a head (head_dim) in the base model; null: as in this model, so that the base model has fewer heads. Unit: dims."""
 
     def multipliers(self, width: int, depth: int, head_dim: int) -> "Multipliers":
         """Factors of the forward pass of a model of this size."""
@@ -34,7 +42,6 @@ class Multipliers(NamedTuple):
 
 STANDARD = Multipliers()
 FIELD = "model.parametrization"
-OPTIMIZERS = ("adamw", "muon")  # rules with a known dependence of the rate on the width: see `maxlm.training.parametrized`
 
 
 def _problems(
@@ -42,6 +49,7 @@ def _problems(
     model_attention_scale: float | None,
     model_lora: object,
     optimizer_name: str,
+    optimizer_facts: OptimizerFacts,
     compression_kind: str | None,
     diloco: object,
 ) -> Problems:
@@ -55,9 +63,10 @@ def _problems(
     if chosen.base_head_dim is not None and model_attention_scale is not None:
         rule = f"would change model.attention_scale = {model_attention_scale:g}, which is set"
         yield f"{FIELD}.base_head_dim", chosen.base_head_dim, rule, "remove one of them"
-    if optimizer_name not in OPTIMIZERS:
+    if not optimizer_facts.scales:
+        known = [part.name for part in parts("optimizer") if part.facts.scales]
         rule = f"has no known rule of {FIELD}: how its rate should depend on the width is not derived here"
-        yield "optimizer.name", optimizer_name, rule, f"use {' or '.join(OPTIMIZERS)}, or remove {FIELD}"
+        yield "optimizer.name", optimizer_name, rule, f"use {' or '.join(known)}, or remove {FIELD}"
     if compression_kind in ("sign", "top_k") and diloco is None:
         rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
         yield "compression.kind", compression_kind, rule, f"use compression.kind=int8, or remove {FIELD}"

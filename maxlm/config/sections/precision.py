@@ -15,11 +15,12 @@ LARGEST_SCALE = 2**24  # of a loss: with it the smallest number of float16, 2^-2
 class DispatchConfig(Section):
     """Tokens on their way to experts of other devices and back (mesh.expert), in 8 bits with a scale a token. Sums are not quantized."""
 
-    format: Literal["int8", "fp8"]  # of tokens that are sent or gathered; fp8: e4m3
-    outputs: Literal["int8", "e4m3", "bf16"] | None = (
-        None  # of experts' outputs that are sent back. None: as format. bf16: precision.compute
-    )
-    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None  # of both; None: as format
+    format: Literal["int8", "fp8"]
+    """Number format of tokens on their way to experts of other devices. int8: 8-bit integers; fp8: e4m3."""
+    outputs: Literal["int8", "e4m3", "bf16"] | None = None
+    """Number format of the experts' outputs on their way back. bf16: precision.compute. null: as `format`."""
+    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None
+    """Number format of the gradients of both on their way. bf16: precision.compute. null: as `format`."""
 
     @property
     def element(self) -> ElementFormat:
@@ -42,19 +43,31 @@ class LossScaleConfig(Section):
     that small ones are above the smallest number of float16, and divided by it in float32. An overflow halves it.
     """
 
-    initial: Positive = 2**16  # scale of the first update, a power of two
-    grow_after: Positive = 2000  # updates without an overflow, after which it is doubled, up to 2^24
-    smallest: Positive = 1  # it is not halved below; an overflow at it is a fault of the run
+    initial: Positive = 2**16
+    """Scale of the loss in the first update, a power of two. Unit: factor."""
+    grow_after: Positive = 2000
+    """Updates without an overflow after which the scale is doubled, up to 2^24. Unit: updates."""
+    smallest: Positive = 1
+    """Scale below which it is not halved; an overflow at this scale counts as a fault of the run. Unit: factor."""
 
 
 class PrecisionConfig(Section):
     """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
-    compute: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # float16: for GPUs without bfloat16
-    float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
-    matmul: QuantizedConfig | None = None  # absent: operands are in `compute`
-    dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
-    loss_scale: LossScaleConfig | None = None  # of float16; absent: with its defaults
+    compute: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number format of matmuls and activations. bfloat16: for TPUs and recent GPUs; float16: for GPUs without bfloat16, with a loss scale;
+    float32: for CPUs and for comparisons.
+    """
+    float32_matmul: Literal["default", "high", "highest"] = "default"
+    """Precision of float32 matmuls, with compute: float32. default: the fastest of the chip; high and highest: more passes, closer to
+    float32.
+    """
+    matmul: QuantizedConfig | None = None
+    """Matmuls of layers in 8 bits; null: their operands are in `compute`."""
+    dispatch: DispatchConfig | None = None
+    """Tokens on their way to experts in 8 bits; null: they are sent in `compute`."""
+    loss_scale: LossScaleConfig | None = None
+    """Dynamic scale of the loss, with compute: float16 (arXiv 1710.03740); null: with its defaults."""
 
     @property
     def scaling(self) -> LossScaleConfig | None:

@@ -1,4 +1,4 @@
-"""Traces of a few steps of the run (docs/profile.md)."""
+"""Traces of a few steps of the run (docs/how-to/profile.md)."""
 
 import itertools
 from typing import Annotated
@@ -11,10 +11,12 @@ from maxlm.config.fields import Positive, Section
 
 
 class ProfileConfig(Section):
-    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/profile.md)."""
+    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/how-to/profile.md)."""
 
-    at: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)  # updates done before the first step of each trace
-    steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 3  # of a trace
+    at: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
+    """Updates that are done before the first step of each trace, in increasing order. Unit: updates."""
+    steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 3
+    """Length of each trace. Unit: steps."""
 
     @model_validator(mode="after")
     def _apart(self) -> "ProfileConfig":

@@ -20,8 +20,10 @@ def _ip_address(value: str) -> str:
 class PrometheusConfig(Section):
     """Figures, events and the ledger of the run at http://HOST:PORT/metrics of process 0, for Prometheus."""
 
-    port: Annotated[int, Strict(), Field(ge=1, le=65535)]  # port to listen at
-    host: Annotated[Text, AfterValidator(_ip_address)] = "127.0.0.1"  # address to listen at; there is no password
+    port: Annotated[int, Strict(), Field(ge=1, le=65535)]
+    """Port at which process 0 serves the metrics. Unit: port number."""
+    host: Annotated[Text, AfterValidator(_ip_address)] = "127.0.0.1"
+    """IP address at which process 0 serves the metrics, without a password; 0.0.0.0: on all networks of the machine."""
 
 
 CAPABILITY = Capability(key="prometheus", observers=("maxlm.telemetry.prometheus:PrometheusObserver",))

@@ -13,31 +13,49 @@ class Llama3Scaling(Section):
     """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
 
     kind: Literal["llama3"]
-    factor: AtLeastOne  # by which long wavelengths are slowed
-    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / low_freq_factor are slowed in full
-    high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / high_freq_factor are kept
-    original_seq_len: Positive  # context of pretraining, in tokens
+    factor: AtLeastOne
+    """Divisor of the frequencies of long wavelengths. Unit: factor."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_seq_len / low_freq_factor are slowed by the whole factor. Unit: rotations in the original context."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_seq_len / high_freq_factor are kept as they are. Unit: rotations in the original context."""
+    original_seq_len: Positive
+    """Context length of the pretraining before the extension. Unit: tokens."""
 
 
 class LinearScaling(Section):
     """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
 
     kind: Literal["linear"]
-    factor: AtLeastOne  # new context over the original one
+    factor: AtLeastOne
+    """New context length over the original one, by which every frequency is divided. Unit: factor."""
 
 
 class YarnScaling(Section):
     """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
 
     kind: Literal["yarn"]
-    factor: AtLeastOne  # new context over the original one
-    beta_fast: PositiveFloat = 32.0  # rotations in the original context above which a pair is kept
-    beta_slow: PositiveFloat = 1.0  # rotations below which a pair is interpolated
-    original_seq_len: Positive  # context of pretraining, in tokens
-    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
-    # None: rotated q and k are scaled by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
+    factor: AtLeastOne
+    """New context length over the original one. Unit: factor."""
+    beta_fast: PositiveFloat = 32.0
+    """Pairs of dims that turn more often than this in the original context keep their frequency. Unit: rotations in the original context.
+    """
+    beta_slow: PositiveFloat = 1.0
+    """Pairs of dims that turn less often than this in the original context are interpolated by the whole factor. Unit: rotations in the
+    original context.
+    """
+    original_seq_len: Positive
+    """Context length of the pretraining before the extension. Unit: tokens."""
+    truncate: Bool = True
+    """Round both ends of the ramp between kept and interpolated pairs to whole pairs; false: use the exact ends, as gpt-oss does."""
     mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None  # scale of rotated queries and keys, over mscale_all_dim; None: from mscale_all_dim
+    """Temperature of the attention as DeepSeek has it: scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; null: rotated
+    queries and keys are each multiplied by the paper's 0.1 ln(factor) + 1. Unit: factor.
+    """
+    attention_factor: PositiveFloat | None = None
+    """Factor of the rotated queries and keys, which replaces the one that follows from mscale_all_dim; null: the one that follows from it.
+    Unit: factor.
+    """
 
 
 class LongRopeScaling(Section):
@@ -48,11 +66,16 @@ class LongRopeScaling(Section):
     """
 
     kind: Literal["longrope"]
-    factor: AtLeastOne  # context over the original one; read by the attention temperature alone
-    short_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # factors up to original_seq_len
-    long_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # factors beyond it
-    original_seq_len: Annotated[Positive, Field(ge=2)]  # context of pretraining, in tokens
-    attention_factor: PositiveFloat | None = None  # of rotated dims; None: (1 + ln(factor) / ln(original_seq_len)) ** 0.5
+    factor: AtLeastOne
+    """New context length over the original one, read only to compute the attention temperature. Unit: factor."""
+    short_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    """Divisor of the frequency of each pair of rotary dims, in sequences of up to original_seq_len tokens. Unit: factor."""
+    long_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    """Divisor of the frequency of each pair of rotary dims, in longer sequences. Unit: factor."""
+    original_seq_len: Annotated[Positive, Field(ge=2)]
+    """Context length of the pretraining before the extension. Unit: tokens."""
+    attention_factor: PositiveFloat | None = None
+    """Factor of the rotated queries and keys; null: sqrt(1 + ln(factor) / ln(original_seq_len)). Unit: factor."""
 
 
 class DynamicScaling(Section):
@@ -62,18 +85,23 @@ class DynamicScaling(Section):
     """
 
     kind: Literal["dynamic"]
-    factor: AtLeastOne  # how fast theta grows with the length
-    original_seq_len: Positive  # context of pretraining, in tokens
+    factor: AtLeastOne
+    """Rate at which theta grows with the length of a document beyond original_seq_len. Unit: factor."""
+    original_seq_len: Positive
+    """Context length of the pretraining before the extension. Unit: tokens."""
 
 
 class RopeConfig(Section):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    theta: Annotated[Float, Field(gt=1)] = 10000.0  # base of the wavelengths
-    share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
+    theta: Annotated[Float, Field(gt=1)] = 10000.0
+    """Base of the wavelengths: pair i of d rotary dims turns by theta ** (-2 i / d) radians a token. Unit: factor."""
+    share: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """Share of a head's dims that are rotated, from the first on (GPT-NeoX, arXiv 2204.06745); null: all of them. Unit: share."""
     scaling: (
         Annotated[Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling | DynamicScaling, Field(discriminator="kind")] | None
     ) = None
+    """Change of the frequencies for contexts longer than in pretraining, by the method named in its `kind`; null: none."""
 
     def most_generated(self, prompt: int) -> int | None:
         """Tokens of a prompt of so many tokens and its continuation at most; None: any.

@@ -12,9 +12,12 @@ from maxlm.config.sections.model import ModelConfig
 class SamplesConfig(Section):
     """Texts that the model writes at the end of the run, printed."""
 
-    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]  # beginnings of the texts
-    tokens: Positive = 64  # of each continuation
-    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
+    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
+    """Beginnings of the texts that the model continues."""
+    tokens: Positive = 64
+    """Length of each continuation. Unit: tokens."""
+    chat: Bool = False
+    """Treat prompts as messages to the assistant, rendered by the chat template of the tokenizer."""
 
 
 GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE

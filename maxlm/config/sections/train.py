@@ -18,20 +18,40 @@ from maxlm.config.sections.start_from import StartFromConfig
 class TrainConfig(Section):
     """Length of the training and size of a step."""
 
-    steps: Positive | None = None  # or `tokens`
-    tokens: Tokens | None = None  # or `steps`; rounded up to whole steps
-    global_batch: Positive  # sequences an update
-    microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
-    seed: Seed = 0  # of initial weights and of the data order
-    z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
-    loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
-    start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
+    steps: Positive | None = None
+    """Length of the run; exactly one of `steps` and `tokens` is set. Unit: updates."""
+    tokens: Tokens | None = None
+    """Length of the run in place of `steps`, rounded up to whole updates; padding counts. Unit: tokens."""
+    global_batch: Positive
+    """Sequences in the batch of one update, over all devices. Unit: sequences."""
+    microbatches: Positive = 1
+    """Parts of the global batch that are computed one after another, with their gradients added up (gradient accumulation), or that pass
+    through the stages of a pipeline. Unit: microbatches.
+    """
+    seed: Seed = 0
+    """Seed of the initial weights and of the data order. Unit: seed."""
+    z_loss: NonNegative = 0.0
+    """Weight of mean(logsumexp(logits)^2), which keeps logits small (PaLM, arXiv 2204.02311). Unit: weight of a loss."""
+    loss_chunks: Positive = 8
+    """Parts into which the sequence is cut for the loss, so that the logits of only one part exist at a time; must divide data.seq_len.
+    Unit: parts.
+    """
+    start_from: StartFromConfig | None = None
+    """Run or imported model from which the parameters are taken at the beginning; null: parameters are drawn at random. It has no effect
+    once the run has a checkpoint of its own.
+    """
     branch_from: BranchFromConfig | None = None
-    # Smaller batches at the beginning of the run, smallest first. The schedule then goes by tokens; each size has its own compiled program.
+    """Checkpoint of another run that this run continues with its optimizer state, schedule and place in the data; null: none."""
     batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
+    """Smaller batches at the beginning of the run, the smallest first. The schedule of the learning rate then goes by tokens, and each size
+    has its own compiled program; null: one size throughout.
+    """
     noise_scale: NoiseScaleConfig | None = None
-    eval_every: Positive | None = None  # steps; None: only at the end
-    eval_batches: Count = 8  # 0: no evaluation
+    """Measure the gradient noise scale in training (arXiv 1812.06162); null: it is not measured."""
+    eval_every: Positive | None = None
+    """Updates between two evaluations on held-out documents; null: one evaluation at the end. Unit: updates."""
+    eval_batches: Count = 8
+    """Batches of each held-out set that an evaluation reads; 0: no evaluation. Unit: batches."""
 
 
 def _problems(train: TrainConfig, data_seq_len: int, data_eval: HeldOutConfig | None) -> Problems:

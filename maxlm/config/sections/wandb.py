@@ -7,7 +7,8 @@ from maxlm.config.fields import Section, Text
 class WandbConfig(Section):
     """Log figures to Weights & Biases too. WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY have their usual effect."""
 
-    project: Text  # its name there
+    project: Text
+    """Name of the project at Weights & Biases."""
 
 
 CAPABILITY = Capability(key="wandb", observers=("maxlm.telemetry.wandb_observer:WandbObserver",))

@@ -25,8 +25,13 @@ class EvalSet(Section):
     """
 
     path: str = Field(min_length=1)
+    """File of the items, JSON lines or plain text."""
     fields: tuple[str, ...] = ()
+    """Fields of an item that hold the question; a name such as choices.text is a field inside a field. Empty: each line of the file is an
+    item.
+    """
     options: tuple[str, ...] = ()
+    """Fields of an item that hold the answers to choose from. Empty: the question alone is searched."""
 
 
 class DecontaminateSettings(Section):
@@ -44,11 +49,23 @@ class DecontaminateSettings(Section):
     """
 
     sets: dict[str, EvalSet] = Field(default={})
+    """Evaluation sets that are searched, by name."""
     ngram: int = Field(default=3, ge=2, le=13)
+    """Length of the runs of words by which items are found. Unit: words."""
     threshold: Share = 0.5
+    """Share of an item's weight that a passage must hold for the document to be removed, for items of 4 * shortest words or more. Unit:
+    share.
+    """
     short_threshold: Share = 0.65
+    """The same share for items of fewer than 2 * shortest words, which is held by their words as well. Unit: share."""
     shortest: int = Field(default=8, ge=1, le=100)
+    """Items of fewer words must be found as a whole. Unit: words."""
     evidence: float = Field(default=0.7, ge=0, allow_inf_nan=False)
+    """Items with less weight in sum are not searched, since they carry too little to be told from other text. Unit: weight."""
     common_documents: int = Field(default=20, ge=2)
+    """Documents of the sample in which an n-gram must occur to count as common, so that it has no weight. Unit: documents."""
     common_share: Share = 1e-4
-    sample_share: Share = 1.0  # of the documents that `Frequencies.learn` is given, chosen by a hash of their ids
+    """Share of the sample's documents in which an n-gram must occur to count as common, if that is more than common_documents. Unit: share.
+    """
+    sample_share: Share = 1.0
+    """Share of the documents from which the frequencies of n-grams are learned, chosen by a hash of their ids. Unit: share."""

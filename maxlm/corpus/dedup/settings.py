@@ -16,8 +16,11 @@ class VerifySettings(Section):
     """
 
     jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Jaccard similarity of the sets of n-grams from which on a pair counts as near copies. Unit: share."""
     sample: Annotated[int, Field(ge=64, le=1 << 20)] = 4096
-    window: Annotated[int, Field(ge=1, le=1024)] = 16  # neighbours, in keep order, that a document is compared with in one band's group
+    """Smallest hashes by which a larger document is estimated (bottom-k, Broder 1997). Unit: hashes."""
+    window: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Neighbours, in keep order, that a document is compared with in the group of one band. Unit: documents."""
 
 
 class MinHashSettings(Section):
@@ -26,18 +29,25 @@ class MinHashSettings(Section):
     20 bands of 8 rows find 97.5% of the pairs at J = 0.8; FineWeb's 14 bands of 8 (arXiv 2406.17557, section 3.4) find 92.4%.
     """
 
-    ngram: Annotated[int, Field(ge=1, le=32)] = 5  # words
+    ngram: Annotated[int, Field(ge=1, le=32)] = 5
+    """Length of the n-grams that are hashed and compared. Unit: words."""
     bands: Annotated[int, Field(ge=1, le=256)] = 20
+    """Bands of the signature; a pair that agrees in all rows of one band is a candidate. Unit: bands."""
     rows: Annotated[int, Field(ge=1, le=64)] = 8
+    """Hashes in each band. Unit: hashes."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Seed of the hash functions. Unit: seed."""
     verify: VerifySettings | None = VerifySettings()
+    """Comparison of candidate pairs by their n-grams before they count as copies; null: candidates count."""
 
 
 class RepeatSettings(Section):
     """Lines or paragraphs that occur in more than `max_documents` documents are removed from all but one of them."""
 
-    min_length: Annotated[int, Field(ge=1)] = 20  # characters; a shorter one is never removed
+    min_length: Annotated[int, Field(ge=1)] = 20
+    """Length below which a line or paragraph is never removed. Unit: characters."""
     max_documents: Annotated[int, Field(ge=1)] = 6
+    """Documents that may hold the same line or paragraph before it is removed from all but one. Unit: documents."""
 
 
 class SubstringSettings(Section):
@@ -46,7 +56,8 @@ class SubstringSettings(Section):
     50: the tokens of Lee et al. 2022 (arXiv 2107.06499, section 4.1), who removed such runs of BPE tokens by a suffix array.
     """
 
-    min_words: Annotated[int, Field(ge=10, le=1000)] = 50  # in scripts without spaces, characters
+    min_words: Annotated[int, Field(ge=10, le=1000)] = 50
+    """Length of the shortest run that is removed; in scripts without spaces a character counts as a word. Unit: words."""
 
 
 class DedupSettings(Section):
@@ -56,10 +67,17 @@ class DedupSettings(Section):
     then the longest text, then the smallest id by its bytes.
     """
 
-    prefer: tuple[str, ...] = ()  # names of sources; of copies of every kind
-    url: bool = False  # documents of one URL are copies, whatever their texts; compared without scheme, www., fragment, utm_* ...
+    prefer: tuple[str, ...] = ()
+    """Names of sources in the order in which their copies are kept; sources that are not named come last."""
+    url: bool = False
+    """Treat documents of one URL as copies, whatever their texts; scheme, www., fragment and tracking parameters do not count."""
     exact: bool = True
+    """Remove documents with the same text."""
     minhash: MinHashSettings | None = MinHashSettings()
+    """Removal of near copies by MinHash; null: none."""
     lines: RepeatSettings | None = None
+    """Removal of lines that occur in many documents; null: none."""
     paragraphs: RepeatSettings | None = None
+    """Removal of paragraphs that occur in many documents; null: none."""
     substrings: SubstringSettings | None = None
+    """Removal of long runs of words that stand elsewhere in the corpus; null: none."""

@@ -29,15 +29,18 @@ UNKNOWN = "und"  # ISO 639-2: undetermined
 class LanguageSettings(Section):
     """Language identification."""
 
-    keep: tuple[str, ...] = Field(
-        (),
-        description="Codes of ISO 639 of the languages that stay, perhaps with a script (zh-Hant, sr-Latn); empty: all stay and are only "
-        "labelled. A macrolanguage covers its members: zh yue and wuu, no nb and nn, sh sr, hr and bs.",
-    )
-    min_score: Fraction = Field(0.65, description="Probability that the language must have.")
-    backend: Literal["fasttext", "py3langid"] = Field("py3langid", description="fasttext needs `model`; py3langid brings its own.")
-    model: str | None = Field(None, description="Path of a fastText model, for example lid.176.ftz.")
-    sample_characters: int = Field(600, ge=100, description="Characters that are looked at: from the beginning, the middle and the end.")
+    keep: tuple[str, ...] = ()
+    """Languages that stay, by their ISO 639 codes and perhaps a script (zh-Hant, sr-Latn). A macrolanguage covers its members: zh covers
+    yue and wuu, no covers nb and nn, sh covers sr, hr and bs. Empty: all stay, and are only labelled.
+    """
+    min_score: Fraction = 0.65
+    """Smallest probability that the language of a document must have. Unit: probability."""
+    backend: Literal["fasttext", "py3langid"] = "py3langid"
+    """Program that identifies languages. py3langid: with its own model; fasttext: with the file in `model`."""
+    model: str | None = None
+    """File of a fastText model, such as lid.176.ftz; null: the backend is py3langid."""
+    sample_characters: int = Field(600, ge=100)
+    """Length of the text that is looked at, from the beginning, the middle and the end of a document. Unit: characters."""
 
     @model_validator(mode="after")
     def _tags_and_model(self) -> "LanguageSettings":
@@ -52,7 +55,7 @@ class LanguageFilter:
     """Label each document with its language, and keep documents in chosen languages. Metadata `language`, `language_score`.
 
     A document stays if its language is covered by a tag of `keep` (`language_tags.covered`) and the probabilities of all covered languages
-    add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/corpus.md has what was
+    add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/lab/corpus.md has what was
     measured.
 
     A text without letters is of the language "und", score 0. Raises UserError if a library or a model is missing.
@@ -121,9 +124,12 @@ def load_fasttext(path: str, setting: str) -> Callable[[str, int], list[tuple[st
 class ClassifierSettings(Section):
     """A classifier of fastText, as `fasttext supervised` trains it and others publish theirs."""
 
-    model: str = Field(min_length=1, description="Path of a fastText model (.bin or .ftz).")
-    label: str = Field(min_length=1, description="The wanted label, without __label__.")
-    min_score: Fraction = Field(0.5, description="Probability of this label that a document has at least.")
+    model: str = Field(min_length=1)
+    """File of a fastText model (.bin or .ftz)."""
+    label: str = Field(min_length=1)
+    """Label of the documents that are wanted, without __label__."""
+    min_score: Fraction = 0.5
+    """Smallest probability of this label that a document must have. Unit: probability."""
 
 
 class ClassifierFilter:

@@ -45,21 +45,24 @@ class Phrases:
 class C4Settings(Section):
     """C4's rules for lines and pages (arXiv 1910.10683, section 2.2). Bad words are a filter of their own."""
 
-    terminal_punctuation: bool = Field(
-        True, description="Remove lines that do not end with a terminal mark (FineWeb leaves this rule out)."
-    )
-    min_words_in_line: int = Field(5, ge=0, description="Remove lines with fewer words.")
-    max_word_length: int = Field(1000, ge=1, description="Remove lines with a word of more characters.")
+    terminal_punctuation: bool = True
+    """Remove lines that do not end with a terminal mark; FineWeb leaves this rule out."""
+    min_words_in_line: int = Field(5, ge=0)
+    """Remove lines with fewer words. Unit: words."""
+    max_word_length: int = Field(1000, ge=1)
+    """Remove lines that hold a longer word. Unit: characters."""
     line_phrases: tuple[str, ...] = Field(
-        ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies"),
-        description="Remove lines that contain one of these (case of ASCII letters does not count).",
+        ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
     )
-    page_phrases: tuple[str, ...] = Field(
-        ("lorem ipsum",), description="Remove documents that contain one of these (case of ASCII letters does not count)."
-    )
-    curly_bracket: bool = Field(True, description="Remove documents that contain a curly bracket.")
-    citations: bool = Field(True, description="Remove Wikipedia's citation marks, such as [3] and [citation needed].")
-    min_sentences: int = Field(3, ge=0, description="Sentences that what is left has at least.")
+    """Remove lines that contain one of these phrases, in any case of ASCII letters."""
+    page_phrases: tuple[str, ...] = ("lorem ipsum",)
+    """Remove documents that contain one of these phrases, in any case of ASCII letters."""
+    curly_bracket: bool = True
+    """Remove documents that contain a curly bracket."""
+    citations: bool = True
+    """Remove Wikipedia's citation marks, such as [3] and [citation needed]."""
+    min_sentences: int = Field(3, ge=0)
+    """Remove documents of which fewer sentences are left. Unit: sentences."""
 
 
 class C4Filter:
@@ -115,9 +118,12 @@ class C4Filter:
 class BoilerplateSettings(Section):
     """Lines that are not part of the text are removed (RefinedWeb, arXiv 2306.01116, G.2)."""
 
-    files: tuple[str, ...] = Field((), description="UTF-8 files of lines that are removed wherever they are a whole line, in any case.")
-    patterns: bool = Field(True, description="Remove lines that RefinedWeb's patterns describe: counters, menus, mostly uppercase.")
-    max_removed_words: Fraction = Field(0.05, description="Fraction of words in removed lines above which the document is removed.")
+    files: tuple[str, ...] = ()
+    """UTF-8 files of lines that are removed wherever they are a whole line, in any case."""
+    patterns: bool = True
+    """Remove lines that RefinedWeb's patterns describe: counters, menus, lines mostly in upper case."""
+    max_removed_words: Fraction = 0.05
+    """Remove the document where removed lines hold a larger share of its words. Unit: share."""
 
 
 class BoilerplateFilter:

@@ -31,8 +31,10 @@ def read_entries(path: str) -> list[str]:
 class BadWordsSettings(Section):
     """Documents with listed words are removed."""
 
-    files: tuple[str, ...] = Field(min_length=1, description="UTF-8 files, a word or phrase in each line; # begins a comment.")
-    max_matches: int = Field(0, ge=0, description="Occurrences that a document may have.")
+    files: tuple[str, ...] = Field(min_length=1)
+    """UTF-8 files with a word or phrase in each line; # begins a comment."""
+    max_matches: int = Field(0, ge=0)
+    """Occurrences of listed words that a document may have. Unit: occurrences."""
 
 
 class BadWordsFilter:
@@ -68,10 +70,10 @@ class BadWordsFilter:
 class UrlSettings(Section):
     """Documents from a listed `url` (metadata) are removed."""
 
-    domain_files: tuple[str, ...] = Field((), description="UTF-8 files, a domain in each line; its subdomains are meant, too.")
-    url_files: tuple[str, ...] = Field(
-        (), description="UTF-8 files, a URL in each line, without regard to scheme, www., query and fragment."
-    )
+    domain_files: tuple[str, ...] = ()
+    """UTF-8 files with a domain in each line; its subdomains are listed with it."""
+    url_files: tuple[str, ...] = ()
+    """UTF-8 files with a URL in each line; scheme, www., query and fragment do not count."""
 
 
 class UrlFilter:

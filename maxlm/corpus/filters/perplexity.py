@@ -51,12 +51,18 @@ def kenlm_units(line: str, characters: bool) -> str:
 class PerplexitySettings(Section):
     """Bits per byte under a language model, within bounds."""
 
-    checkpoint: str | None = Field(None, description="A model of ours: folder of a run or of an imported model, or a Hugging Face folder.")
-    kenlm: str | None = Field(None, description="Path of a KenLM model instead.")
-    tokens: Literal["words", "characters"] = Field("words", description="Units of the KenLM model.")
-    max_bits_per_byte: float = Field(gt=0, description="Documents above it are removed: garbage, shuffled text.")
-    min_bits_per_byte: float = Field(0.0, ge=0, description="Documents below it are removed: templates, repetition.")
-    sample_characters: int = Field(8192, ge=100, description="Characters at the beginning of a document that are scored.")
+    checkpoint: str | None = None
+    """Model that scores: folder of a run or of an imported model, or a Hugging Face folder; null: `kenlm` is given."""
+    kenlm: str | None = None
+    """File of a KenLM model that scores instead; null: `checkpoint` is given."""
+    tokens: Literal["words", "characters"] = "words"
+    """Tokens of the KenLM model."""
+    max_bits_per_byte: float = Field(gt=0)
+    """Documents above this are removed, such as garbage and shuffled text. Unit: bits a byte."""
+    min_bits_per_byte: float = Field(0.0, ge=0)
+    """Documents below this are removed, such as templates and repetition. Unit: bits a byte."""
+    sample_characters: int = Field(8192, ge=100)
+    """Length of the beginning of a document that is scored. Unit: characters."""
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 
-from pydantic import Field
-
 from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
@@ -209,14 +207,18 @@ KINDS: dict[str, tuple[str, tuple[Find, ...]]] = {  # setting -> placeholder and
 class PersonalDataSettings(Section):
     """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <IBAN>, <CARD>, <KEY>."""
 
-    email: bool = Field(True, description="E-mail addresses; logins (user@host:path) stay.")
-    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private, loopback, reserved and documentation addresses stay.")
-    phone: bool = Field(
-        True, description="Telephone numbers of a numbering plan: international, North American, in national groups, and labelled (Tel.)."
-    )
-    iban: bool = Field(True, description="Bank account numbers with right check digits (ISO 13616).")
-    card: bool = Field(True, description="Payment card numbers with a right check digit, in groups or after a word for a card.")
-    key: bool = Field(True, description="Private keys, tokens and passwords of known form, passwords in URLs.")
+    email: bool = True
+    """Mask e-mail addresses; logins such as user@host:path stay."""
+    ip: bool = True
+    """Mask public IPv4 and IPv6 addresses; private, loopback, reserved and documentation addresses stay."""
+    phone: bool = True
+    """Mask telephone numbers of a numbering plan: international, North American, in national groups, and after a label such as Tel."""
+    iban: bool = True
+    """Mask bank account numbers with right check digits (ISO 13616)."""
+    card: bool = True
+    """Mask payment card numbers with a right check digit, in groups or after a word for a card."""
+    key: bool = True
+    """Mask private keys, tokens and passwords of known form, and passwords in URLs."""
 
 
 class PersonalDataFilter:

@@ -29,10 +29,14 @@ def shipped_stop_words() -> dict[str, tuple[str, ...]]:
 class LengthSettings(Section):
     """Bounds of a document's length."""
 
-    min_characters: int = Field(1, ge=0, description="Characters that a document has at least.")
-    max_characters: int | None = Field(None, ge=1, description="Characters that a document has at most; null: no limit.")
-    min_words: int = Field(0, ge=0, description="Words that a document has at least; in scripts without spaces, characters.")
-    max_words: int | None = Field(None, ge=1, description="Words that a document has at most; null: no limit.")
+    min_characters: int = Field(1, ge=0)
+    """Fewest characters of a document. Unit: characters."""
+    max_characters: int | None = Field(None, ge=1)
+    """Most characters of a document; null: no limit. Unit: characters."""
+    min_words: int = Field(0, ge=0)
+    """Fewest words of a document; in scripts without spaces a character counts as a word. Unit: words."""
+    max_words: int | None = Field(None, ge=1)
+    """Most words of a document; null: no limit. Unit: words."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "LengthSettings":
@@ -66,22 +70,31 @@ class LengthFilter:
 class GopherQualitySettings(Section):
     """Gopher's quality rules (arXiv 2112.11446, A.1.1). A word stands between white space; in scripts without spaces, a character does."""
 
-    min_words: int = Field(50, ge=0, description="Words that a document has at least.")
-    max_words: int = Field(100_000, ge=1, description="Words that a document has at most.")
-    min_mean_word_length: float = Field(3.0, ge=0, description="Characters of a word, mean, at least.")
-    max_mean_word_length: float = Field(10.0, gt=0, description="Characters of a word, mean, at most.")
-    max_hash_ratio: float = Field(0.1, ge=0, description="Hash signs for each word, at most.")
-    max_ellipsis_ratio: float = Field(0.1, ge=0, description="Ellipses for each word, at most.")
-    max_bullet_lines: Fraction = Field(0.9, description="Fraction of lines that begin with a bullet, at most.")
-    max_ellipsis_lines: Fraction = Field(0.3, description="Fraction of lines that end with an ellipsis, at most.")
-    min_alphabetic_words: Fraction = Field(0.8, description="Fraction of words with a letter, at least.")
-    min_stop_words: int = Field(2, ge=0, description="Different stop words that a document has at least.")
-    stop_words: dict[str, tuple[str, ...]] = Field(
-        {"en": ("the", "be", "to", "of", "and", "that", "have", "with")},
-        description="Stop words by language, as ISO 639-1 (en-us and eng in metadata are en), and the lists of stop_words.txt for 36 more. "
-        "A document in a language (metadata) without a list is not judged by this rule; one without a language is judged by all "
-        "lists given here together.",
-    )
+    min_words: int = Field(50, ge=0)
+    """Fewest words of a document. Unit: words."""
+    max_words: int = Field(100_000, ge=1)
+    """Most words of a document. Unit: words."""
+    min_mean_word_length: float = Field(3.0, ge=0)
+    """Smallest mean length of a document's words. Unit: characters."""
+    max_mean_word_length: float = Field(10.0, gt=0)
+    """Largest mean length of a document's words. Unit: characters."""
+    max_hash_ratio: float = Field(0.1, ge=0)
+    """Most hash signs in relation to the number of words. Unit: hash signs a word."""
+    max_ellipsis_ratio: float = Field(0.1, ge=0)
+    """Most ellipses in relation to the number of words. Unit: ellipses a word."""
+    max_bullet_lines: Fraction = 0.9
+    """Largest share of lines that begin with a bullet. Unit: share."""
+    max_ellipsis_lines: Fraction = 0.3
+    """Largest share of lines that end with an ellipsis. Unit: share."""
+    min_alphabetic_words: Fraction = 0.8
+    """Smallest share of words that hold a letter. Unit: share."""
+    min_stop_words: int = Field(2, ge=0)
+    """Fewest different stop words in a document. Unit: words."""
+    stop_words: dict[str, tuple[str, ...]] = Field({"en": ("the", "be", "to", "of", "and", "that", "have", "with")})
+    """Stop words by language (ISO 639-1; en-us and eng in the metadata are en), in addition to the lists of stop_words.txt for 36 more
+    languages. A document in a language without a list is not judged by this rule; one without a language is judged by all lists given here
+    together.
+    """
 
 
 class GopherQualityFilter:
@@ -161,17 +174,18 @@ class GopherQualityFilter:
 class GopherRepetitionSettings(Section):
     """Gopher's repetition rules (arXiv 2112.11446, table A1): fractions above which a document is removed."""
 
-    max_duplicate_lines: Fraction = Field(0.3, description="Lines that repeat an earlier one.")
-    max_duplicate_paragraphs: Fraction = Field(0.3, description="Paragraphs that repeat an earlier one.")
-    max_duplicate_line_characters: Fraction = Field(0.2, description="Characters in such lines.")
-    max_duplicate_paragraph_characters: Fraction = Field(0.2, description="Characters in such paragraphs.")
-    max_top_ngram: dict[int, Fraction] = Field(
-        {2: 0.2, 3: 0.18, 4: 0.16}, description="By length in words (2 to 4): characters in the most frequent n-gram."
-    )
-    max_duplicate_ngram: dict[int, Fraction] = Field(
-        {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1},
-        description="By length in words (5 to 10): characters in n-grams that repeat an earlier one.",
-    )
+    max_duplicate_lines: Fraction = 0.3
+    """Largest share of lines that repeat an earlier line. Unit: share."""
+    max_duplicate_paragraphs: Fraction = 0.3
+    """Largest share of paragraphs that repeat an earlier paragraph. Unit: share."""
+    max_duplicate_line_characters: Fraction = 0.2
+    """Largest share of characters in lines that repeat an earlier line. Unit: share."""
+    max_duplicate_paragraph_characters: Fraction = 0.2
+    """Largest share of characters in paragraphs that repeat an earlier paragraph. Unit: share."""
+    max_top_ngram: dict[int, Fraction] = Field({2: 0.2, 3: 0.18, 4: 0.16})
+    """Largest share of characters in the most frequent n-gram, by its length of 2 to 4 words. Unit: share."""
+    max_duplicate_ngram: dict[int, Fraction] = Field({5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1})
+    """Largest share of characters in n-grams that repeat an earlier one, by their length of 5 to 10 words. Unit: share."""
 
     @model_validator(mode="after")
     def _lengths(self) -> "GopherRepetitionSettings":
@@ -226,16 +240,18 @@ class GopherRepetitionFilter:
 class FineWebSettings(Section):
     """FineWeb's three rules (arXiv 2406.17557, section 3.6)."""
 
-    max_unpunctuated: Fraction = Field(0.12, description="Removed where this fraction of lines or less ends with punctuation.")
-    min_short_lines: Fraction = Field(0.67, description="Removed where this fraction of lines or more is short.")
-    short_line: int = Field(30, ge=1, description="Characters below which a line is short.")
-    min_duplicate_line_characters: Fraction = Field(
-        0.1,
-        description="Removed where this fraction of characters or more is in duplicate lines.",
-    )
-    max_newlines_per_word: float | None = Field(
-        None, ge=0, description="Newlines for each word, at most: lists. rules: fineweb has 0.3, the paper has no such rule; null: off."
-    )
+    max_unpunctuated: Fraction = 0.12
+    """Remove documents of which this share of the lines, or less, ends with punctuation. Unit: share."""
+    min_short_lines: Fraction = 0.67
+    """Remove documents of which this share of the lines, or more, is short. Unit: share."""
+    short_line: int = Field(30, ge=1)
+    """Length below which a line is short. Unit: characters."""
+    min_duplicate_line_characters: Fraction = 0.1
+    """Remove documents of which this share of the characters, or more, is in duplicate lines. Unit: share."""
+    max_newlines_per_word: float | None = Field(None, ge=0)
+    """Most newlines in relation to the number of words, which finds lists; `rules: fineweb` has 0.3, and the paper has no such rule. null:
+    off. Unit: newlines a word.
+    """
 
 
 class FineWebFilter:

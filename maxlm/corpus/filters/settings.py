@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from maxlm.config.fields import Section
 from maxlm.corpus.filters import released
@@ -34,23 +34,34 @@ FILTERS: tuple[Any, ...] = (
 class FilterSettings(Section):
     """The filters, in the order in which they run. A section that is absent is off."""
 
-    rules: Literal["papers", "fineweb"] = Field(
-        "papers",
-        description="Definitions and default thresholds of c4, gopher_quality, gopher_repetition and fineweb: of the papers, or "
-        "of FineWeb as released (datatrove's filters).",
-    )
-    urls: UrlSettings | None = Field(None, description="Listed domains and URLs.")
-    length: LengthSettings | None = Field(None, description="Bounds of length.")
-    language: LanguageSettings | None = Field(None, description="Language identification.")
-    boilerplate: BoilerplateSettings | None = Field(None, description="Lines that are not part of the text.")
-    c4: C4Settings | None = Field(None, description="C4's rules for lines and pages.")
-    gopher_quality: GopherQualitySettings | None = Field(None, description="Gopher's quality rules.")
-    gopher_repetition: GopherRepetitionSettings | None = Field(None, description="Gopher's repetition rules.")
-    fineweb: FineWebSettings | None = Field(None, description="FineWeb's rules.")
-    bad_words: BadWordsSettings | None = Field(None, description="Listed words.")
-    classifier: ClassifierSettings | None = Field(None, description="Quality classifier.")
-    perplexity: PerplexitySettings | None = Field(None, description="Bits per byte under a language model.")
-    personal_data: PersonalDataSettings | None = Field(None, description="Masking of personal data.")
+    rules: Literal["papers", "fineweb"] = "papers"
+    """Definitions and default thresholds of c4, gopher_quality, gopher_repetition and fineweb. papers: those in the papers; fineweb: those
+    in the release of FineWeb (datatrove's filters).
+    """
+    urls: UrlSettings | None = None
+    """Removal of documents from listed domains and URLs; null: none."""
+    length: LengthSettings | None = None
+    """Bounds of a document's length; null: none."""
+    language: LanguageSettings | None = None
+    """Identification of the language, and the languages that stay; null: none."""
+    boilerplate: BoilerplateSettings | None = None
+    """Removal of lines that are not part of the text; null: none."""
+    c4: C4Settings | None = None
+    """C4's rules for lines and pages (arXiv 1910.10683); null: off."""
+    gopher_quality: GopherQualitySettings | None = None
+    """Gopher's quality rules (arXiv 2112.11446, A.1.1); null: off."""
+    gopher_repetition: GopherRepetitionSettings | None = None
+    """Gopher's repetition rules (arXiv 2112.11446, table A1); null: off."""
+    fineweb: FineWebSettings | None = None
+    """FineWeb's rules (arXiv 2406.17557, section 3.6); null: off."""
+    bad_words: BadWordsSettings | None = None
+    """Removal of documents with listed words; null: none."""
+    classifier: ClassifierSettings | None = None
+    """Removal of documents with a low score of a fastText classifier; null: none."""
+    perplexity: PerplexitySettings | None = None
+    """Bounds of the bits per byte under a language model; null: none."""
+    personal_data: PersonalDataSettings | None = None
+    """Masking of personal data by placeholders; null: none."""
 
     @model_validator(mode="before")
     @classmethod

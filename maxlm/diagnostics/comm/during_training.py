@@ -53,9 +53,9 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
     Nothing is saved. `named`: settings of the cluster on the command line.
     """
     check_out(out)
-    if config.objective is not None and config.objective.kind == "dpo":
+    if config.objective is not None and config.objective_facts.reference:
         rule, fix = "needs the figures of a reference model, which this command does not compute", "use sft, which sends the same"
-        raise ConfigError("objective.kind", "dpo", rule, fix)
+        raise ConfigError("objective.kind", config.objective.kind, rule, fix)
     log = Console(stderr=True)
     phases = Phases(log)
     select_platform()

@@ -1,11 +1,35 @@
-"""The published families. A new one is a `Family` in one of these files: import and export read its record.
-
-Export takes the first family that can state a model, in this order.
+"""The published families. One of maxlm is a `Family` in a file of this folder with `FAMILIES`; one of another package is an object that a
+`Part` of the kind "family" places. Import and export read these records.
 """
 
-from maxlm.interop.families import dense, experts, gemma
+import pkgutil
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+
+from maxlm.base.errors import UserError
+from maxlm.config import choices
 from maxlm.interop.families.record import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*dense.FAMILIES, *experts.FAMILIES, *gemma.FAMILIES)}
 
-__all__ = ["FAMILIES", "Family"]
+@lru_cache(maxsize=1)
+def own_families() -> tuple[Family, ...]:
+    """The families of maxlm, a file after another."""
+    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(family for file in files for family in getattr(import_module(f"{__name__}.{file}"), "FAMILIES", ()))
+
+
+def families() -> Mapping[str, Family]:
+    """All families by `model_type`, those of other packages last. Export takes the first that can state a model. Raises UserError."""
+    found = {family.model_type: family for family in own_families()}
+    for part in choices.parts("family"):
+        family = choices.implementation(part)
+        if not isinstance(family, Family) or family.model_type != part.name:
+            raise UserError(f"{part.key}: {part.place} is no Family of the model_type {part.name}; mend the package that registers it.")
+        if part.name in found:
+            raise UserError(f"{part.key}: maxlm has a family of that model_type; choose another name.")
+        found[part.name] = family
+    return found
+
+
+__all__ = ["Family", "families"]

@@ -188,6 +188,7 @@ FAMILIES = (
         _gpt2,
         ignored=_MASKS,
         prefix="transformer.",
+        states_positions=False,
     ),
     Family(
         "stablelm",

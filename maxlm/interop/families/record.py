@@ -28,7 +28,8 @@ class Family:
 
     `table`: keys of config.json and our settings; `rules`: tensors and our parameters; `defaults`: values of missing keys, where the
     library's differ from the table's. `ignored`: tensors without weights: name -> description. `copies`: tensors that must equal
-    another: name -> the other. `prefix`: of all tensor names, which some files leave out.
+    another: name -> the other. `prefix`: of all tensor names, which some files leave out. `states_positions`: it has the
+    key `max_position_embeddings`, which no setting of ours is.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ class Family:
     copies: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
     limits: tuple[Limit, ...] = ()
+    states_positions: bool = True
 
     def read(self, values: Json, source: str) -> Section:
         """Return our `model` section. Raises UserError naming the first key that is not supported."""

@@ -12,8 +12,9 @@ from maxlm.telemetry.profile.attribution import Profile, profile_of
 from maxlm.telemetry.profile.page import Facts, render
 from maxlm.telemetry.profile.scopes import TITLES
 from maxlm.telemetry.profile.xplane import Trace
+from maxlm.telemetry.run_dir import PROFILE_PAGE
 
-PAGE, VIEWER_FILE, TRACE = "profile.html", "trace.json.gz", "trace.xplane.pb"
+PAGE, VIEWER_FILE, TRACE = PROFILE_PAGE, "trace.json.gz", "trace.xplane.pb"
 
 __all__ = ["PAGE", "TRACE", "VIEWER_FILE", "Facts", "Profile", "reduce_trace"]
 

@@ -63,7 +63,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     if not run_dirs:
         raise UserError("a report needs at least one run directory; give the folder that `maxlm train` wrote, such as runs/quickstart")
     check_distinct(run_dirs)
-    page = render([load_run(Path(path)) for path in run_dirs])
+    page = render([load_run(Path(path)) for path in run_dirs], folder=Path(out).parent)
     try:
         write_text(Path(out), page)
     except OSError as error:

@@ -164,12 +164,21 @@ def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
         if name in held_out and name != "eval_loss" and len(runs) > 1:
             yield held_out[name], _loss_unit([run for run in runs if name in run.evaluated]), lines
         elif name not in held_out and any(len(line.series.steps_N) > 1 for line in lines):
-            yield task_title(name), "of a task", lines
+            yield task_title(name), _unit(runs, name), lines
 
 
 def task_title(name: str) -> str:
-    """tasks/arc_easy/accuracy -> arc easy: accuracy."""
-    return name.partition("/")[2].replace("/", ": ").replace("_", " ")
+    """tasks/arc_easy/accuracy -> arc easy: accuracy; eval/token_accuracy/wiki -> held-out token accuracy: wiki."""
+    kind, _, rest = name.partition("/")
+    held_out = "" if kind == "tasks" else held_out_title(kind.replace("eval", HELD_OUT, 1)).replace("Held-out loss", "held-out") + " "
+    return held_out + rest.replace("/", ": ").replace("_", " ")
+
+
+def _unit(runs: Sequence[Run], name: str) -> str:
+    """Unit of a figure of an evaluation, as its metric declares it."""
+    kind, metric = (*name.split("/"), "")[:2]
+    declared = [run.metrics[metric] for run in runs if kind != "tasks" and metric in run.metrics]
+    return declared[0].unit if declared else "of a task"
 
 
 def held_out_sets(runs: Sequence[Run]) -> dict[str, str]:

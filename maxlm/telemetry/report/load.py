@@ -18,10 +18,10 @@ from maxlm.base.errors import UserError, error_kind
 from maxlm.base.strict_json import is_number, read_objects
 from maxlm.config.fields import flatten
 from maxlm.config.loader import parse_yaml
-from maxlm.telemetry.course import Undone, current_step, surviving
+from maxlm.telemetry.course import Undone, current_step, evaluations, surviving
 from maxlm.telemetry.ledger import Attempt, LastRecord, Ledger, attempts_of, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
-from maxlm.telemetry.observer import Event, evaluated, is_step
+from maxlm.telemetry.observer import Event, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
 from maxlm.telemetry.report.samples import Sample, read_samples
 from maxlm.telemetry.run_dir import RunDirectory
@@ -158,11 +158,7 @@ class Run:
             for (task, metric), of_task in self.results.items()
             for outcome in of_task
         ]
-        for event in surviving(self.events):
-            # A stop for another reason holds the loss of an earlier step; a run without evaluations holds null.
-            done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
-            figures = {"eval_loss": event.data["eval_loss"]} if done else evaluated(event)
-            found += [(name, event.step, value) for name, value in figures.items()]
+        found += [(name, event.step, value) for event, name, value in evaluations(surviving(self.events))]
         return found
 
     @cached_property

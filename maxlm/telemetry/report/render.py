@@ -2,13 +2,15 @@
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -22,7 +24,9 @@ from maxlm.telemetry.report import curves, maps, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
 from maxlm.telemetry.report.summary import FIGURES, Status, figures_of, headline, loss_text, notes_of, status_of
+from maxlm.telemetry.run_dir import PROFILE_PAGE, RunDirectory
 
+MAX_PROFILES = 50  # of a run that are linked
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
 MAX_STRETCH = 12  # consecutive frequent events shown one by one
@@ -37,8 +41,10 @@ PART_COLORS = {  # part of wall time -> variable of page.css
 SCRIPTS = ("vendor/uplot.js", "charts.js", "page.js")  # one after the other
 
 
-def render(runs: Sequence[Run], version: str = "") -> str:
-    """The page for one run, or for several side by side. `version`: of a page that a server shows, which asks it for a newer one."""
+def render(runs: Sequence[Run], version: str = "", folder: Path | None = None) -> str:
+    """The page for one run, or for several side by side. `version`: of a page that a server shows, which asks it for a newer one.
+    `folder`: of the page, from where it links to files of the runs; None: it names them.
+    """
     names = [run.name for run in runs]
     title = " · ".join(names) if len(names) <= FEW_RUNS else f"{len(names)} runs"
     labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
@@ -50,7 +56,9 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     texts = _by_run("Samples", runs, lambda run: samples.block(run.samples))
     held_out, evaluations = (_held_out(runs[0]), _evaluations(runs[0])) if len(runs) == 1 else ("", "")
     sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), evaluations, texts, about_layers, about_experts]
-    sections += [goodput, _differences(runs), events, _configs(runs), curves.page_data(runs)]
+    files = _by_run("Files", runs, lambda run: _files(run, folder))
+    sections += [goodput, _differences(runs), events, files, _configs(runs)]
+    sections = [*pages.contents([section for section in sections if section]), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = pages.SCRIPTS_POLICY + "; connect-src 'self'" * bool(version)
     title = f"{title} {TITLE_END.removesuffix('</title>')}"
@@ -190,6 +198,26 @@ def _goodput(run: Run) -> str:
     ]
     note = f'<p class="note">{duration(whole)} since the first start, in {number:,} attempts.</p>' if number > 1 else ""
     return pages.bar(parts, "wall time by part") + note
+
+
+def _files(run: Run, folder: Path | None) -> str:
+    """Links to the profiles of a run, the newest first, and to what its page shows a part of."""
+    there = RunDirectory(run.path, primary=False)
+    profiles = sorted(islice(there.profiles.rglob(PROFILE_PAGE), MAX_PROFILES), key=lambda page: page.stat().st_mtime, reverse=True)
+    found = {page: f"Profile of the steps from {page.relative_to(there.profiles).parts[0]} on" for page in profiles}
+    names = {"evaluations": "Results of tasks", "samples": "All samples", "metrics": "Records", "events": "All events", "log": "Log"}
+    found |= {path: title for name, title in names.items() if (path := getattr(there, name)).exists()}
+    rows = "".join(f"<li>{_link(path, title, folder)}</li>" for path, title in found.items())
+    return f'<ul class="files">{rows}</ul>' if rows else ""
+
+
+def _link(path: Path, title: str, folder: Path | None) -> str:
+    """A link to a file, relative to the page so that both can be moved; without a `folder` its path."""
+    named = f"<small>{escape(str(path))}</small>"
+    if folder is None:
+        return f"{escape(title)} {named}"
+    place = quote(os.fsencode(os.path.relpath(path.resolve(), folder.resolve())))  # with `:` as %3A, so that no name is an address
+    return f'<a href="{escape(place)}">{escape(title)}</a> {named}'
 
 
 def _differences(runs: Sequence[Run]) -> str:

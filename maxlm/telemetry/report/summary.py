@@ -10,7 +10,8 @@ import numpy as np
 
 from maxlm.base.host import in_bytes
 from maxlm.base.strict_json import is_finite
-from maxlm.telemetry.course import first_step_since
+from maxlm.config import extensions
+from maxlm.telemetry.course import first_step_since, last_stop
 from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent
 from maxlm.telemetry.ledger import OVER
@@ -45,13 +46,12 @@ def status_of(run: Run) -> Status:
     """State by the last event of the run."""
     if run.origin:
         return Status("model", "idle", "")
-    last_start = max((i for i, e in enumerate(run.events) if e.kind == "start"), default=-1)
-    stops = [event for event in run.events[last_start + 1 :] if event.kind == "stop"]
-    if not stops:
+    stop = last_stop(run.events)
+    if stop is None:
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.modified))
         return Status("no end recorded", "idle", f"It is still going or was killed; it last wrote something at {when}.")
-    reason, message = str(stops[-1].data.get("reason", "")), _as_sentence(stops[-1].data.get("message"))
-    where = f" at step {stops[-1].step:,}"
+    reason, message = str(stop.data.get("reason", "")), _as_sentence(stop.data.get("message"))
+    where = f" at step {stop.step:,}"
     if reason in OVER or not reason:
         return Status("finished", "good", message)
     if reason in ("preempted", "interrupted"):
@@ -92,7 +92,14 @@ def notes_of(run: Run) -> list[str]:
     """Sentences about missing or damaged files, the basis of a predicted step, and losses and gradients that are not finite at the end."""
     lost = {name: step for name, step in run.lost.items() if name in ("loss", "grad_norm") or name.startswith("eval_loss")}
     prediction = [f"Prediction of the step: {sentence}" for sentence in sentences_of(run.start)]
-    return run.notes + prediction + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
+    loaded = run.start.get(extensions.FIELD)
+    named = [f"Extension {name}, version and digest {identity}." for name, identity in loaded.items()] if isinstance(loaded, dict) else []
+    return (
+        run.notes
+        + named
+        + prediction
+        + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
+    )
 
 
 def _progress(run: Run, values: Mapping[str, float | None]) -> str:

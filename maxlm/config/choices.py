@@ -1,0 +1,107 @@
+"""The parts of maxlm and of other packages by kind, and the type of a setting that names one of them."""
+
+import contextlib
+import pkgutil
+import traceback
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from maxlm.base.errors import UserError
+from maxlm.config.capability import Capability, load
+from maxlm.config.part import Part
+
+OWN = "maxlm.config.parts"  # folder of the records of maxlm
+registered: list[Capability] = []  # records of other packages, parts among them
+
+
+@lru_cache(maxsize=1)
+def own_parts() -> tuple[Part, ...]:
+    """The parts of maxlm: `PARTS` of every file of `OWN`."""
+    folder = import_module(OWN).__path__
+    files = sorted(module.name for module in pkgutil.iter_modules(folder))
+    return tuple(part for file in files for part in import_module(f"{OWN}.{file}").PARTS)
+
+
+@lru_cache(maxsize=256)
+def parts(kind: str = "") -> tuple[Part, ...]:
+    """All parts of a kind, or of every kind: first those of maxlm."""
+    others = (one for one in registered if isinstance(one, Part))
+    return tuple(part for part in (*own_parts(), *others) if kind in ("", part.kind))
+
+
+@lru_cache(maxsize=256)
+def part(kind: str, name: str) -> Part:
+    """The part of this name. Raises KeyError."""
+    for found in parts(kind):
+        if found.name == name:
+            return found
+    raise KeyError(f"no {kind} is called {name!r}")
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Names of all parts of a kind."""
+    return tuple(part.name for part in parts(kind))
+
+
+@contextlib.contextmanager
+def blamed(one: Capability, part: str) -> Iterator[None]:
+    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not any(one is record for record in registered):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
+            f"mend the package that registers {one.key}, or remove the {'setting that names it' if isinstance(one, Part) else 'section'}."
+        ) from error
+
+
+def implementation(part: Part) -> Any:
+    """Import the implementation of a part."""
+    with blamed(part, f"place {part.place}"):
+        return load(part.place)
+
+
+class Choice:
+    """Annotation of a setting of type `str` that names one of the parts of a kind, also of those that are registered later.
+
+    `allowed`: its values, where they are not the names of `parts(kind)`.
+    """
+
+    def __init__(self, kind: str, allowed: Callable[[], tuple[str, ...]] | None = None) -> None:
+        self.kind, self._allowed = kind, allowed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The allowed values."""
+        return names(self.kind) if self._allowed is None else self._allowed()
+
+    def check(self, value: Any) -> Any:
+        """Return `value`, or raise the error that pydantic has for a `Literal`."""
+        if isinstance(value, str) and value in self.names:
+            return value
+        *others, last = [repr(name) for name in self.names]
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.names)}
+
+
+def choice_in(annotated: Any) -> Choice | None:
+    """The `Choice` of an annotated type or of a field; None if it has none."""
+    metadata = annotated.metadata if isinstance(annotated, FieldInfo) else getattr(annotated, "__metadata__", ())
+    return next((item for item in metadata if isinstance(item, Choice)), None)
