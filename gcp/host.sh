@@ -8,7 +8,7 @@
 #   IMAGE           a container to run instead of the code in the bucket; empty: none
 #   RESTARTS        of `maxlm launch`
 #   CLUSTER         key=value words for a cluster that maxlm does not detect by itself; HOST_NUMBER stands for the number in the VM's name
-#   SECRETS         VARIABLE=NAME words: names of secrets in Secret Manager
+#   SECRETS         VARIABLE=NAME words: names of secrets in Secret Manager. EXTENSIONS: modules in IMAGE for `maxlm --extension`
 set -euo pipefail
 umask 022
 
@@ -106,7 +106,7 @@ run_container() {
   rm -f "$HOME_DIR/told"
   STARTED=1
   docker run --rm --name "$SERVICE" --stop-timeout="$SAVE_SECONDS" --network=host "${devices[@]}" --volume="$HOME_DIR:$HOME_DIR" --volume="$LOG:$LOG" --workdir="$HOME_DIR" \
-    --env=BUCKET --env=RUN --env=EXTRA --env=RESTARTS --env=CLUSTER --env=SECRETS "$IMAGE" bash /opt/maxlm/gcp/host.sh train &
+    --env=BUCKET --env=RUN --env=EXTRA --env=RESTARTS --env=CLUSTER --env=SECRETS --env=EXTENSIONS "$IMAGE" bash /opt/maxlm/gcp/host.sh train &
   forward_signals "$!" || code=$?
   # 125 to 127: docker could not run it; 137: it was killed, by the kernel for its memory if not after a signal to this script.
   if [[ $code =~ ^(125|126|127|137)$ && -z $SIGNALED && ! -e $HOME_DIR/told ]]; then
@@ -117,11 +117,11 @@ run_container() {
 }
 
 train() {
-  local python=${MAXLM_PYTHON:-venv/bin/python} words=() first number now here="$BUCKET/$RUN"
+  local python=${MAXLM_PYTHON:-venv/bin/python} words=() extensions=() first number now here="$BUCKET/$RUN"
   mkdir -p "$HOME_DIR"
   cd "$HOME_DIR"
   number=$(hostname -s)
-  read -ra words <<<"${CLUSTER:-}"
+  read -ra words <<<"${CLUSTER:-}" && read -ra extensions <<<"${EXTENSIONS:-}"
   words=("${words[@]//HOST_NUMBER/${number##*-}}")
   retry gcloud storage cp "$here/config.yml" config.yml
   read_secrets
@@ -142,7 +142,7 @@ train() {
   local sender=$! code=0
   note "maxlm train config.yml ${words[*]-}"
   STARTED=1
-  "$python" -m maxlm launch --restarts "$RESTARTS" -- train config.yml "${words[@]}" &
+  "$python" -m maxlm launch --restarts "$RESTARTS" -- train config.yml "${extensions[@]/#/--extension=}" "${words[@]}" &
   forward_signals "$!" || code=$?
   kill "$sender" 2>/dev/null || true
   wait "$sender" || true

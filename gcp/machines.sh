@@ -115,7 +115,7 @@ render_jobset() { # jobset.yaml for this kind of machine: a line that ends in `#
   local kinds=$KIND${SPOT:+|spot} slices=1
   [[ $KIND != tpu ]] || slices=$UNITS
   sed -E "s/  # only: ($kinds)\$//; /  # only: /d" "$HERE/jobset.yaml" |
-    NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" ACCOUNT=${SERVICE_ACCOUNT:-default} \
+    NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" EXTENSIONS="${EXTENSIONS[*]-}" ACCOUNT=${SERVICE_ACCOUNT:-default} \
       SLICES=$slices HOSTS=$HOSTS HOSTS_A_SLICE=$((HOSTS / slices)) ACCELERATOR=$GKE_ACCELERATOR TOPOLOGY=$TOPOLOGY CHIPS=$CHIPS_A_HOST \
       "$PYTHON" -c 'import os, string, sys; sys.stdout.write(string.Template(sys.stdin.read()).substitute(os.environ))'
 }

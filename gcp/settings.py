@@ -1,7 +1,7 @@
 """Translate a config and a machine's name to Google Cloud for `maxlm-gcp`: shell variables on stdout, the resolved config in a file.
 
-`settings.py --out FILE [--accelerator NAME] [--bucket gs://B] [--gke] [--queued] -- CONFIG key=value ...`. A wrong input is one line and
-exit code 2, before anything is created.
+`settings.py --out FILE [--accelerator NAME] [--bucket gs://B] [--gke] [--queued] [--image] [--extension MODULE] -- CONFIG key=value ...`. A
+wrong input is one line and exit code 2, before anything is created.
 """
 
 import argparse
@@ -9,13 +9,14 @@ import hashlib
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 try:
     from maxlm.base.errors import ConfigError
     from maxlm.base.paths import is_remote
-    from maxlm.config import Config, UserError, load, rules
+    from maxlm.config import Config, UserError, extensions, load, rules
     from maxlm.config.loader import dump
     from maxlm.hardware import topologies
     from maxlm.hardware.topologies import Topology, TopologyError, either, is_tpu, near
@@ -27,6 +28,7 @@ except (ImportError, SyntaxError) as error:  # a package is missing, or Python i
 TABLE = Path(__file__).with_name("machines.tsv")
 GPUS_A_VM = 8  # of every machine type in the table
 LONGEST_NAME = 38  # with `maxlm-` before it and `-slice-00-000-abcde` of a JobSet's pod behind it, 63 characters
+CREATING = ("up", "create", "restart")  # verbs that send code and config to hosts
 RUN_DIR = "runs"  # on the host, where host.sh looks for it
 
 
@@ -115,6 +117,13 @@ def _check_stays(config: Config, bucket: str) -> None:
             raise ConfigError("data.store", store, f"is a folder of this machine, and {hosts} of the cloud would read it", fix)
 
 
+def check_extensions(names: Sequence[str] | None, verb: str, *, image: bool) -> None:
+    """Check that the hosts will have the packages of extensions. Raises ConfigError."""
+    if names and not image and verb in CREATING:
+        rule = "needs packages that the hosts would lack: they install maxlm alone"
+        raise ConfigError(extensions.FIELD, list(names), rule, "install them in an image (gcp/Dockerfile) and give --image IMAGE")
+
+
 def slug(run: str) -> str:
     """Return a valid resource name of Google Cloud, unique for each run."""
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:LONGEST_NAME]
@@ -179,10 +188,15 @@ def main() -> int:
     parser.add_argument("--bucket", default="")
     parser.add_argument("--gke", action="store_true")
     parser.add_argument("--queued", action="store_true")
+    parser.add_argument("--image", action="store_true")
+    parser.add_argument("--verb", default="")
+    parser.add_argument("--extension", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     try:
+        extensions.accept(options.extension)
         config, machine = read(options.config, options.accelerator, options.bucket.rstrip("/"), options.overrides)
+        check_extensions(config.extensions, options.verb, image=options.image)
         variables = describe(config, machine, gke=options.gke, queued=options.queued)
     except UserError as error:
         sys.stderr.write(f"maxlm-gcp: {error}\n")

@@ -192,10 +192,10 @@ write_startup() {
   local cluster='' extra=tpu name
   [[ $KIND == tpu ]] || extra=cuda
   [[ $API != gce || $UNITS -eq 1 ]] || cluster="coordinator=$NAME-0:8476 process_count=$UNITS process_id=HOST_NUMBER"
-  local -A settings=([BUCKET]=$BUCKET [RUN]=$RUN [EXTRA]=$extra [IMAGE]=$IMAGE [RESTARTS]=$RESTARTS [CLUSTER]=$cluster [SECRETS]="${SECRETS[*]-}")
+  local -A settings=([BUCKET]=$BUCKET [RUN]=$RUN [EXTRA]=$extra [IMAGE]=$IMAGE [RESTARTS]=$RESTARTS [CLUSTER]=$cluster [SECRETS]="${SECRETS[*]-}" [EXTENSIONS]="${EXTENSIONS[*]-}")
   {
     echo '#!/usr/bin/env bash'
-    for name in BUCKET RUN EXTRA IMAGE RESTARTS CLUSTER SECRETS; do printf 'export %s=%q\n' "$name" "${settings[$name]}"; done
+    for name in BUCKET RUN EXTRA IMAGE RESTARTS CLUSTER SECRETS EXTENSIONS; do printf 'export %s=%q\n' "$name" "${settings[$name]}"; done
     cat "$HERE/host.sh"
   } >"$WORK/startup.sh"
 }

@@ -39,7 +39,7 @@ class _NothingRegisteredError(Exception):
 
 
 class Registration(NamedTuple):
-    """A record that another package registered: its name for people, the module whose code called, and the extension being loaded then."""
+    """A record that another package registered: its key, the module that called, and the extension that was being loaded."""
 
     record: str
     module: str

@@ -50,7 +50,7 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
 
 
 def changed_extensions(position: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, list[Any]]:
-    """Extension -> [before, now], version and digest, of those of these names that have changed since the checkpoint with `position`."""
+    """Extension -> [before, now], version and digest, of these extensions if they have changed since the checkpoint with `position`."""
     before, now = position.get(extensions.FIELD), extensions.identities(names)
     known = before if isinstance(before, dict) else {}
     return {f"extension {name}": [known[name], now[name]] for name in now if known.get(name, now[name]) != now[name]}

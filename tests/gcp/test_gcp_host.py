@@ -66,6 +66,11 @@ def wait_for(there, seconds=60):
         time.sleep(0.02)
 
 
+def test_extensions_of_the_command_line_reach_the_run(cloud, host):
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], **settings(host, EXTENSIONS="my_package.a b"))
+    assert (host / "launched").read_text().split()[-3:] == ["config.yml", "--extension=my_package.a", "--extension=b"]
+
+
 @pytest.mark.parametrize("code", [0, 2, 4, 1])
 def test_the_run_is_started_with_restarts_and_its_end_is_told(cloud, host, code):
     done = cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=code, **settings(host, BEHAVE=str(code)))

@@ -103,6 +103,14 @@ def test_every_machine_type_of_the_table_is_one_of_the_names_that_topologies_hav
     assert {name: parse(name).chip.name.lower() for name in vms} == vms
 
 
+def test_extensions_need_an_image_that_has_their_packages():
+    with pytest.raises(UserError, match=r"extensions = \[ext\]: needs packages that the hosts would lack.*give --image IMAGE"):
+        settings.check_extensions(("ext",), "up", image=False)
+    settings.check_extensions(("ext",), "up", image=True)
+    settings.check_extensions(("ext",), "watch", image=False)
+    settings.check_extensions(None, "up", image=False)
+
+
 def test_a_checkpoint_folder_in_another_bucket_is_kept():
     config, _ = settings.read(V5P, None, BUCKET, ["checkpoint.dir=gs://other/c"])
     assert config.checkpoint.dir == "gs://other/c"

@@ -1,1 +1,1 @@
-"""Records of the parts of maxlm: each file lists those of a kind in `PARTS`, and `maxlm.config.choices` finds the files."""
+"""Records of the parts of maxlm: each file lists the parts of a kind in `PARTS`, and `maxlm.config.choices` finds the files."""
