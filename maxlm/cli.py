@@ -13,6 +13,7 @@ import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
+from maxlm.command_examples import add_examples
 from maxlm.command_line import run_app, weights_kind
 from maxlm.config import extensions
 from maxlm.telemetry.runs import command as runs_command
@@ -676,6 +677,9 @@ def doctor(
     report = diagnose()
     typer.echo(json.dumps(report.to_json()) if json_ else as_text(report))
     raise typer.Exit(0 if report.healthy else 2)
+
+
+add_examples(app)
 
 
 def main() -> None:

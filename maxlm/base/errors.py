@@ -26,13 +26,21 @@ class ExitCode(IntEnum):
     """Exit codes of a process. A supervisor starts a run again after 1, 5, 6 and 7, with a limit, and not after 0, 2 and 4."""
 
     DONE = 0
-    CRASHED = 1  # our bug
-    WRONG_INPUT = 2  # the same input would fail again
-    STOPPED = 3  # by a signal; the same command goes on
-    UNHEALTHY = 4  # training would fail again
-    HUNG = 5  # something did not end within its limit; the stacks of all threads were printed
-    HOST_LOST = 6  # another host is lost, or did not come
-    UNAVAILABLE = 7  # storage, a credential or another service failed in a way that may pass
+    """The command did all that was asked."""
+    CRASHED = 1
+    """A bug of maxlm or of a library; a traceback was printed."""
+    WRONG_INPUT = 2
+    """The input is wrong: a setting, a file or an option. The same input would fail again; one line says what to change."""
+    STOPPED = 3
+    """A signal ended the command after a save: preemption, a scheduler or Ctrl-C. The same command goes on from there."""
+    UNHEALTHY = 4
+    """Training is beyond repair and was stopped; training again from the same place would fail again."""
+    HUNG = 5
+    """Something did not end within its limit; the stacks of all threads were printed."""
+    HOST_LOST = 6
+    """Another host is lost, did not come or computes wrongly; it is named."""
+    UNAVAILABLE = 7
+    """Storage, a credential or another service failed in a way that may pass."""
 
 
 def printable(text: str) -> str:

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -43,17 +44,23 @@ class Description(NamedTuple):
         ).strip()
 
 
+def strings_of(owner: type) -> Mapping[str, str]:
+    """The strings under the declarations in a class and in its bases, by name."""
+    written: dict[str, str] = {}
+    for one in reversed(owner.__mro__):
+        if one.__module__ not in ("builtins", "enum", "pydantic.main"):
+            written |= _strings(sys.modules.get(one.__module__)).get(one.__qualname__, {})
+    return written
+
+
 @lru_cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, Description]:
     """The description of each setting of a section, by name; an empty one for a setting without."""
-    written: dict[str, str] = {}
-    for owner in reversed(section.__mro__):
-        if issubclass(owner, BaseModel) and owner is not BaseModel:
-            written |= _strings(owner.__module__).get(owner.__qualname__, {})
+    written = strings_of(section)
     texts = {name: info.description or written.get(name) or _of_section(info) for name, info in section.model_fields.items()}
     if "kind" in texts and not texts["kind"]:
         texts["kind"] = first_sentence(section)
-    return {name: _parsed(text) for name, text in texts.items()}
+    return {name: parsed(text) for name, text in texts.items()}
 
 
 def about(section: type[BaseModel]) -> str:
@@ -72,7 +79,8 @@ def _of_section(info: FieldInfo) -> str:
     return first_sentence(sections[0]) if sections else ""
 
 
-def _parsed(text: str) -> Description:
+def parsed(text: str) -> Description:
+    """A description as it is written, taken apart."""
     text = _joined(text)
     unit, default = _UNIT.search(text), _DEFAULT.search(text)
     text = _DEFAULT.sub("", _UNIT.sub("", text))
@@ -84,11 +92,11 @@ def _joined(text: str) -> str:
 
 
 @lru_cache
-def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
+def _strings(module: ModuleType | None) -> Mapping[str, Mapping[str, str]]:
     """Qualified name of a class in a module -> name of a setting -> the string under its declaration."""
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):  # without source, as in an interactive session
+        tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
+    except (OSError, TypeError, SyntaxError):  # without source, as in an interactive session
         return {}
     found: dict[str, Mapping[str, str]] = {}
     _collect(tree, "", found)
@@ -109,6 +117,9 @@ def _under_declarations(body: list[ast.stmt]) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for statement, below in itertools.pairwise(body):
         match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
                 found[name] = text
     return found

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from maxlm.config.capability import Capability
-from maxlm.config.sections.mesh import LOGICAL_AXES
+from maxlm.config.sections.mesh import AXES, LOGICAL_AXES
 from maxlm.config.table import RULES, records
 
 _VALUE = "…"  # stands for a value that only a run of the rule would know
@@ -33,6 +33,12 @@ def rules_about(key: str) -> list[RuleText]:
     """Texts of the rules that may refuse the setting of a dotted key, or a setting in the section of that key."""
     found = [text for one in records() for text in _texts(one) if _is_about(text, key)]
     return list(dict.fromkeys((*found, *_divisions(key))))
+
+
+def all_rules() -> list[RuleText]:
+    """Texts of all rules of the table, each once."""
+    written = (text for one in records() for text in _texts(one) if text.field.strip(_VALUE))
+    return list(dict.fromkeys((*written, *(text for axis in AXES for text in _divisions(f"mesh.{axis}")))))
 
 
 def readers_of(key: str) -> list[str]:

@@ -119,7 +119,7 @@ def type_in_words(annotation: Any) -> str:
         return f"list of {_plural(type_in_words(arguments[0]))}"
     if origin is dict:
         words = type_in_words(arguments[1])
-        return f"{'values' if words == 'value' else _plural(words)} by name"
+        return f"{'values' if words == 'value' or ' or ' in words else _plural(words)} by name"
     if origin is Literal:
         return "one of these words" if isinstance(arguments[0], str) else "one of these numbers"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

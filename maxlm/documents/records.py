@@ -1,10 +1,11 @@
 """Records of raw files as readers give them, why a record or a file gives none, and the limits on one file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
+
+from maxlm.config.fields import Section
 
 EXAMPLE = 300  # characters of an example
 NESTED = ("metadata", "meta")  # fields that hold metadata of a document, as Dolma and RedPajama have them
@@ -45,16 +46,21 @@ REASONS = {
 Positive = Annotated[int, Field(ge=1)]
 
 
-@dataclass(frozen=True)
-class ReadSettings:
+class ReadSettings(Section):
     """Limits on one file, in bytes, and the field of the text."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    text_field: str = "text"  # of JSON objects and Parquet columns
-    max_record_bytes: Positive = 16 * MIB  # Common Crawl cuts pages at 1 MiB (5 MiB since 2025), MediaWiki at 2 MiB
-    max_ratio: Positive = 250  # decompressed / compressed, once a file has given `ratio_from_bytes`; text: 3 to 10, repetitive logs 100
+    text_field: str = "text"
+    """Field of JSON objects and column of Parquet tables that holds the text."""
+    max_record_bytes: Positive = 16 * MIB
+    """Longest record that is read; Common Crawl cuts pages at 1 MiB (5 MiB since 2025), MediaWiki at 2 MiB. Unit: bytes."""
+    max_ratio: Positive = 250
+    """Largest ratio of decompressed to compressed bytes, once a file has given `ratio_from_bytes`; text has 3 to 10, repetitive logs 100.
+    Unit: factor.
+    """
     ratio_from_bytes: Positive = 64 * MIB
-    max_file_bytes: Positive = 2**40  # decompressed
+    """Decompressed bytes from which on max_ratio is checked. Unit: bytes."""
+    max_file_bytes: Positive = 2**40
+    """Most decompressed bytes of one file. Unit: bytes."""
 
 
 DEFAULTS = ReadSettings()

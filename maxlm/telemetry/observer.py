@@ -41,17 +41,30 @@ CLOSE_S = 10.0  # for all observers together
 class StepRecord:
     """Figures of an update. Means are over the steps since the record before."""
 
-    step: int  # updates done
-    loss: float  # nats a token
-    grad_norm: float  # global, before clipping
+    step: int
+    """Updates done when the record was written. Unit: updates."""
+    loss: float
+    """Training loss; other objectives than next-token prediction have a unit of their own. Unit: nats a token."""
+    grad_norm: float
+    """Norm of the whole gradient, before clipping. Unit: gradient norm."""
     lr: float
-    tokens: int  # consumed since the start of the run, padding included
-    tokens_per_s: float  # of all devices together
+    """Learning rate of the last update. Unit: learning rate."""
+    tokens: int
+    """Tokens consumed since the start of the run, padding included. Unit: tokens."""
+    tokens_per_s: float
+    """Throughput of all devices together. Unit: tokens a second."""
     step_time_s: float
-    tflops_per_device: float | None  # 10^12 FLOP/s
-    mfu: float | None  # share of the peak of the format of the matmuls (`mfu_peak` of the start event), 0 to 1; None where it is unknown
-    data_wait_s: float  # of a step, waiting for its batch
-    time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
+    """Time of an update, waits for data included. Unit: seconds."""
+    tflops_per_device: float | None
+    """Model FLOPs that a device computes in a second. Unit: 10^12 FLOP/s."""
+    mfu: float | None
+    """Model FLOPs utilization: share of the peak of the format of the matmuls, which the `start` event names as `mfu_peak`; null where the
+    peak is unknown. Unit: share.
+    """
+    data_wait_s: float
+    """Part of an update's time that was spent waiting for its batch. Unit: seconds."""
+    time: float = field(default_factory=time.time, compare=False)
+    """Time at which the record was written. Unit: seconds since 1970."""
     extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
     balance: "Balance | None" = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
     declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics with their values in `extra`
@@ -65,39 +78,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
-
-    start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
-              (bf16, int8 or fp8: MFU is a share of its peak), `startup_s` since the command began, `changed` (setting ->
-              old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `extensions` (name -> version and digest), `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts
-              `elastic` (`absent`, `mesh`, `microbatches`)
-    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
-              memory, memory of peers, branch; then `branch_of` is the folder of the other run)
-    compile   programs compiled since the last of these events, or since the command began; `programs` (how many), `trace_s lower_s
-              compile_s`, `cache_hits cache_misses` of the persistent cache, `longest` (name, seconds, cached)
-    save      step of a committed save; `seconds`, `blocked_s` the loop waited for it
-    skip      step of an update that was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py, routing.py
-              and layer_alarms.py; not_finite, with `tensor`: see evidence.py; recompilation of the step: see compilations.py). Of the
-              watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
-              which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
-              and `certain` if these are the wrong ones and not suspects (see integrity.py)
-    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`;
-              of the section `metrics` in the same way `eval/METRIC`, `eval/METRIC/NAME`, `eval_ema/METRIC`
-    tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
-    rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
-              (their numbers), `seconds`, `passed_over` as above
-    preempt   `reason` (the signal, of a machine or a scheduler)
-    interrupt `reason` (the signal: Ctrl-C, or the end of the terminal)
-    killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
-              attempt; `goodput`, as far as its last heartbeat tells
-    profile   step before the first that was traced: `page` (its path), `attributed` (share of device time), `seconds` training paused for
-              it; or `reason`, where it failed
-    observer  an observer failed, was switched off or writes again: `name reason`
-    stop      last step; `reason` (done, nothing_left, preempted, interrupted, unhealthy, hung), `message`, `goodput` (see goodput.py),
-              `eval_loss`, `bill` (cost and energy of the run so far)
-    """
+    """Something that happens now and then. `data` holds the fields of its kind, all of them optional: see `event_fields.FIELDS`."""
 
     kind: EventKind
     step: int

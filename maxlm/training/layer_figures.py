@@ -31,8 +31,11 @@ def layer_names(config: ModelConfig) -> tuple[str, ...]:
 
 def layer_metrics(config: ModelConfig) -> tuple[Metric, ...]:
     """Declarations of the two figures of each of the G."""
-    titles = {GRADIENT: "Gradient norm of each layer", RATIO: "Update/weight ratio of each layer"}
-    return tuple(Metric(name, title, reduce="sum", entries=layer_names(config)) for name, title in titles.items())
+    layers = layer_names(config)
+    return (
+        Metric(GRADIENT, "Gradient norm of each layer", reduce="sum", entries=layers),
+        Metric(RATIO, "Update/weight ratio of each layer", reduce="sum", entries=layers),
+    )
 
 
 def _outside(config: ModelConfig) -> tuple[str, ...]:

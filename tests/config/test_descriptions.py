@@ -183,15 +183,22 @@ def test_explain_says_all_that_is_known():
     assert [one["default"] for one in values["settings"]] == ["0", "required", "required"]
 
 
-def test_settings_of_a_registered_package_are_explained():
-    register(CAPABILITY)
-    try:
-        assert "is above the … updates of the run" in explain("train.swa.every")
-        assert "Stochastic weight averaging" in explain("train.swa")
-        assert file_schema(config_class(), "")["$defs"]["SwaConfig"]["properties"]["every"]["description"]
-    finally:
-        choices.registered.remove(CAPABILITY)
-        clear()
+@pytest.fixture
+def swa(monkeypatch):
+    """The settings of a package by a stranger."""
+    with monkeypatch.context() as patch:
+        patch.setattr(choices, "registered", [])
+        register(CAPABILITY)
+        yield
+    clear()
+
+
+def test_settings_of_a_registered_package_are_explained(swa):
+    assert "is above the … updates of the run" in explain("train.swa.every")
+    assert "Stochastic weight averaging" in explain("train.swa")
+    assert file_schema(config_class(), "")["$defs"]["SwaConfig"]["properties"]["every"]["description"]
+    with pytest.raises(UserError, match=r"did you mean train\.swa"):
+        find(config_class(), "train.sva")
 
 
 def test_explain_and_schema_import_no_jax():

@@ -16,8 +16,8 @@ from maxlm.cli import app
 from maxlm.cluster import progress_file
 from maxlm.config import UserError, choices, extension_files, extensions, load, show, table
 from maxlm.config.loader import dump, load_saved, saved_text
-from maxlm.config.reference import page
 from maxlm.diagnostics.doctor import extension_findings
+from maxlm.reference.settings_pages import settings_pages
 from maxlm.run import frozen
 from maxlm.run.resume_checks import changed_extensions, lacking_extensions
 
@@ -30,7 +30,7 @@ class Mine(Section):
     '''A section of a stranger.'''
 
     every: Positive = 10
-    '''Updates between two of something.'''
+    '''Updates between two of something. Unit: updates.'''
 """
 REGISTER = "maxlm.register(Capability(key='mine', section=Mine))\n"
 GOOD = IMPORTS + SECTION + REGISTER
@@ -244,7 +244,10 @@ def test_a_declared_module_is_loaded_and_its_section_is_one_of_ours(tmp_path, ca
     loaded = load_it("ext", settings=("mine.every=3",))
     assert capsys.readouterr() == ("", "hello\n"), "--json prints nothing else"
     assert loaded.config.mine.every == 3 and loaded.source("mine.every") == "command line"
-    assert "| `every` | whole number | `10` | Updates between two of something. |" in page()
+    assert (
+        "| `every` | whole number, in updates, at least 1 | `10` | Updates between two of something. |"
+        in settings_pages()["settings/mine.md"]
+    )
     (one,) = extensions.of(loaded.config.extensions)
     assert (one.distribution, one.version, one.records) == ("my-ext", "1.5", ("mine",)) and len(one.digest) == 12
     text = show.as_text(lambda *_: {}, loaded)

@@ -236,7 +236,7 @@ TRUSTED = {
         "telemetry/report/render.py",
         "telemetry/pages.py",
         "data/sources.py",
-        "config/reference.py",
+        *("config/explain_setting.py", "reference/pages.py"),
         *("hardware/chips.py", "hardware/published_runs.py"),
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
