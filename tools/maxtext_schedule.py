@@ -105,7 +105,8 @@ def _arguments(base: Path, settings: Sequence[str], flags: Sequence[str], folder
     """Command-line arguments of MaxText's train_compile: config, `settings` over `DEFAULTS`, XLA's flags."""
     named = {setting.partition("=")[0] for setting in settings}
     more = (one for one in (*DEFAULTS, f"base_output_directory={folder}") if one.partition("=")[0] not in named)
-    return [str(base), CROSS_COMPILE, *settings, *more, f"compile_xla_flags={' '.join(flags)}"]
+    given = (f"compile_xla_flags={' '.join(flags)}",) if flags else ()  # MaxText refuses an empty setting
+    return [str(base), CROSS_COMPILE, *settings, *more, *given]
 
 
 def _whole(folder: Path) -> tuple[str, int] | None:

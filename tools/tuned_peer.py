@@ -4,9 +4,10 @@
     python tools/tuned_peer.py FOLDER --neutral RULER [CASE ...]                     price the programs in FOLDER, and write the page
     python tools/tuned_peer.py FOLDER --neutral RULER --maxtext-python ENV/bin/python --machine-code [CASE ...]
 
-RULER is the folder with the neutral ruler, hlo_cost_scheduled.py. ENV is a virtual environment of its own, of Python 3.12, with MaxText in
-it: `pip install 'maxtext[tpu]==0.2.5'`. Cases are in tools/tuned_peer_rows.yml. Programs are made where FOLDER
-lacks them, half a minute each; `--machine-code` makes those with XLA's cycles, minutes each. `--search` tunes MaxText by the neutral ruler.
+RULER is the folder with the neutral ruler, hlo_cost_scheduled.py; without it the table is printed without its columns, and the page stays
+as it is. ENV is a virtual environment of its own, of Python 3.12, with MaxText in it: `pip install 'maxtext[tpu]==0.2.5'`. Cases are in
+tools/tuned_peer_rows.yml. Programs are made where FOLDER lacks them, half a minute each; `--machine-code` makes those with XLA's cycles,
+minutes each. `--search` tunes MaxText by the neutral ruler.
 """
 
 import argparse
@@ -55,6 +56,7 @@ OP = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 USED = re.compile(r"%([\w.\-]+)")
 KERNELS = ("attention", "grouped", "matmul", "other")
+UNKNOWN = {**dict.fromkeys((*KERNELS, "total_s", "dot", "memory", "exposed"), math.nan), "kernels": {}}
 HEAD = (
     "| step | neutral: maxlm | MaxText | ratio | XLA's cycles: maxlm | MaxText | ratio | ours: maxlm | MaxText | ratio |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
@@ -81,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="CASE")
-    parser.add_argument("--neutral", type=Path, required=True)
+    parser.add_argument("--neutral", type=Path, help="folder of the neutral ruler, by which --search compares")
     parser.add_argument("--maxtext-python", type=Path)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--budget", type=int, default=BUDGET, help="candidates a case")
@@ -91,15 +93,18 @@ def main() -> None:
     if unknown := sorted({*given.names} - {*cases}):
         parser.error(f"{unknown[0]} is no case of {CASES.name}: give {', '.join(cases)}")
     names, peer = given.names or list(cases), Peer(given.maxtext_python, given.folder)
-    ruler = neutral_ruler(parser, given.neutral)
+    ruler = None if given.neutral is None else neutral_ruler(parser, given.neutral)
     if given.search:
+        if ruler is None:
+            parser.error("--search compares by the neutral ruler: give --neutral")
         for name in names:
             keep_choice(name, *tune(cases[name][0], peer, ruler, given.budget))
     for name in names if given.machine_code else ():
         make_machine_code(*cases[name], peer, given.maxtext_python, given.folder)
     text = table(read_cases(), peer, given.folder, ruler)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    if ruler is not None:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
     sys.stdout.write(f"{text}\n")
 
 
@@ -132,11 +137,11 @@ def neutral_ruler(parser: argparse.ArgumentParser, folder: Path) -> ModuleType:
     return importlib.import_module("hlo_cost_scheduled")
 
 
-def neutral(ruler: ModuleType, text: str, chip: str) -> dict[str, Any]:
-    """Estimate of a program by the neutral ruler. The ruler reads one statement a line and misses kernels inside fusions, where XLA puts
-    them next to a running collective on chips without a SparseCore: `kernels_alone` takes them out.
+def neutral(ruler: ModuleType | None, text: str, chip: str) -> dict[str, Any]:
+    """Estimate of a program by the neutral ruler; not a number without it. The ruler reads one statement a line and misses kernels inside
+    fusions, where XLA puts them next to a running collective on chips without a SparseCore: `kernels_alone` takes them out.
     """
-    return ruler.estimate(kernels_alone(text), chip)
+    return UNKNOWN if ruler is None else ruler.estimate(kernels_alone(text), chip)
 
 
 def kernels_alone(text: str) -> str:
@@ -163,7 +168,7 @@ def kernels_alone(text: str) -> str:
     return USED.sub(lambda found: f"%{renamed.get(found[1], found[1])}", "\n".join(lines))
 
 
-def tune(case: Case, peer: Peer, ruler: ModuleType, budget: int) -> tuple[Choice, int]:
+def tune(case: Case, peer: Peer, ruler: ModuleType | None, budget: int) -> tuple[Choice, int]:
     """MaxText's fastest choice by the neutral ruler, and how many were tried. A line on stderr tells of each."""
     available, memory = available_hbm(case.machine), Memory(case, load(case.ours, case.settings, assume=True).config.model)
 
@@ -219,7 +224,7 @@ def compile_ours(case: Case, out: Path, *, machine_code: bool) -> None:
     out.write_text(step.text, encoding="utf-8")
 
 
-def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_cost.StepCost, once: step_cost.StepCost) -> Times:
+def times(case: Case, program: Path, whole: Path, ruler: ModuleType | None, cost: step_cost.StepCost, once: step_cost.StepCost) -> Times:
     """Times of `program`; `whole`: the same with machine code; `cost`, `once`: by our own ruler."""
     text, chip = program.read_text(encoding="utf-8"), case.machine.chip
     found = neutral(ruler, text, chip.name)
@@ -238,7 +243,11 @@ def times(case: Case, program: Path, whole: Path, ruler: ModuleType, cost: step_
 
 
 def _parts(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{part:.2f}" for part in seconds)
+    return ", ".join(map(_number, seconds))
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
 def fifth_matmul(kernels: dict[str, int]) -> float:
@@ -250,7 +259,7 @@ def fifth_matmul(kernels: dict[str, int]) -> float:
     return 1.0 if counts["dq"] or not charged else (charged + counts["dkv"]) / charged
 
 
-def table(cases: dict[str, tuple[Case, dict[str, Any]]], peer: Peer, folder: Path, ruler: ModuleType) -> str:
+def table(cases: dict[str, tuple[Case, dict[str, Any]]], peer: Peer, folder: Path, ruler: ModuleType | None) -> str:
     """Markdown of the comparison, which the page holds between its marks."""
     rows, parts, notes = [], [], []
     for case, chosen in cases.values():
@@ -268,7 +277,7 @@ def table(cases: dict[str, tuple[Case, dict[str, Any]]], peer: Peer, folder: Pat
     return "\n".join((HEAD, *rows, "", PARTS, *parts, "", *notes))
 
 
-def our_times(case: Case, folder: Path, ruler: ModuleType) -> Times:
+def our_times(case: Case, folder: Path, ruler: ModuleType | None) -> Times:
     """Times of our program, which is made where it is missing."""
     program = _ours(case, folder, machine_code=False)
     if not program.exists():
@@ -282,7 +291,7 @@ def our_times(case: Case, folder: Path, ruler: ModuleType) -> Times:
     return times(case, program, _ours(case, folder, machine_code=True), ruler, cost, once)
 
 
-def peer_times(case: Case, candidate: Candidate, ruler: ModuleType) -> Times:
+def peer_times(case: Case, candidate: Candidate, ruler: ModuleType | None) -> Times:
     """Times of MaxText's program, on its mesh as jax lays it over the torus."""
     row, machine = candidate.row, case.machine
     laid = create_device_mesh(tuple(row.mesh.values()), devices(machine), allow_split_physical_axes=True)
@@ -300,15 +309,13 @@ def _choice(chosen: dict[str, Any]) -> Choice:
 
 
 def _cells(ours: Times, theirs: Times) -> Iterator[str]:
-    yield f"{ours.neutral:.2f}"
-    yield f"{theirs.neutral:.2f}" + (f" ({theirs.five:.2f})" if theirs.five > theirs.neutral else "")
-    yield f"{ours.neutral / theirs.neutral:.2f}" + (f" ({ours.five / theirs.five:.2f})" if theirs.five > theirs.neutral else "")
-    if ours.cycles is None or theirs.cycles is None:
-        yield from (f"{one.cycles:.2f}" if one.cycles is not None else "not compiled" for one in (ours, theirs))
-        yield "–"
-    else:
-        yield from (f"{ours.cycles:.2f}", f"{theirs.cycles:.2f}", f"{ours.cycles / theirs.cycles:.2f}")
-    yield from (f"{ours.ours:.2f}", f"{theirs.ours:.2f}", f"{ours.ours / theirs.ours:.2f}")
+    five = theirs.five > theirs.neutral
+    yield _number(ours.neutral)
+    yield _number(theirs.neutral) + (f" ({theirs.five:.2f})" if five else "")
+    yield _number(ours.neutral / theirs.neutral) + (f" ({ours.five / theirs.five:.2f})" if five else "")
+    yield from ("not compiled" if one.cycles is None else _number(one.cycles) for one in (ours, theirs))
+    yield _number((ours.cycles or math.nan) / (theirs.cycles or math.nan))
+    yield from map(_number, (ours.ours, theirs.ours, ours.ours / theirs.ours))
 
 
 def _settings(chosen: dict[str, Any]) -> str:
@@ -322,8 +329,8 @@ def _settings(chosen: dict[str, Any]) -> str:
 def _uneven(case: Case, ours: Times) -> str:
     if not case.experts:
         return ""
-    neutral, own = ours.once
-    return f" With one turn of our loops for uneven loads ours takes {neutral:.2f} s by the neutral ruler, {own:.2f} s by our own."
+    neutral, own = map(_number, ours.once)
+    return f" With one turn of our loops for uneven loads ours takes {neutral} s by the neutral ruler, {own} s by our own."
 
 
 if __name__ == "__main__":

@@ -79,18 +79,18 @@ def test_packages_survive_training_a_kill_a_plan_and_an_export(installed, tmp_pa
 
     planned = run(installed, tmp_path, "plan", "small.yml", "--topology", "v5p:2x2x1", "--quick", "mesh.fsdp=-1", "train.global_batch=64")
     assert "step" in planned
-    written = (tmp_path / "small-planned.yml").read_text()
+    written = run(installed, tmp_path, "config", "small-planned.yml")
     assert all(name in written for name in NAMES) and "parallel" in written
     compiled = run(installed, tmp_path, "compile", "small.yml", "--topology", "v5p:2x2x1", "mesh.fsdp=-1")
     assert "GiB" in compiled or "MiB" in compiled
 
-    run(installed, tmp_path, "export", "runs/small", "out", "--dtype", "float32")
+    run(installed, tmp_path, "export", "runs/small", "--out", "out", "--dtype", "float32")
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "parallel_llama"
     options = ["--extension", "maxlm_parallel_residual"]
-    run(installed, tmp_path, "import", "out", "back", *options)
+    run(installed, tmp_path, "import", "out", "--out", "back", *options)
     asked = ["document", "--tokens", "8", "--temperature", "0"]
-    texts = [run(installed, tmp_path, "generate", folder, *asked, *more) for folder, more in (("runs/small", []), ("back", options))]
+    texts = [run(installed, tmp_path, "generate", folder, *asked) for folder in ("runs/small", "back")]
     assert texts[0].splitlines()[-1] == texts[1].splitlines()[-1]
 
-    refused = run(installed, tmp_path, "import", "out", "again", code=2)
+    refused = run(installed, tmp_path, "import", "out", "--out", "again", code=2)
     assert "parallel_llama" in refused and "Traceback" not in refused

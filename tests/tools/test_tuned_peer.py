@@ -222,6 +222,9 @@ def test_search_writes_what_it_chose(run, folder, monkeypatch):
     # Attention has 2 x 2 + 4 matmuls, 9 with five in the fused backward pass: a quarter of a second more of two
     assert cells[1:4] == ["5.00", "5.00 (5.25)", "1.00 (1.00)"] and cells[4:7] == ["not compiled", "not compiled", "–"]
     assert "With one turn of our loops for uneven loads ours takes 5.00 s" in text
+    alone = next(line for line in run(folder / "out").splitlines() if line.startswith("| A tiny step"))
+    assert [cell.strip() for cell in alone.split("|")[1:-1]] == [cells[0], "–", "–", "–", *cells[4:]]
+    assert (folder / "page.md").read_text() == text
 
 
 def _compiles(python, settings, flags, out):
@@ -289,10 +292,21 @@ def test_a_program_is_scheduled_once(tmp_path):
     maxtext_schedule.schedule_missing(python, {"a": wanted["a"]}, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("flags", "given"), [((), []), (("--x=1", "--y=2"), ["compile_xla_flags=--x=1 --y=2"])])
+def test_machine_code_is_compiled_with_its_flags(tmp_path, flags, given):
+    """MaxText refuses an empty setting."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ $# = 2 ] && echo /maxtext && exit\nshift 2\nfile=$1\nshift\nprintf "%s\\n" "$@" > "$file"\n')
+    python.chmod(0o755)
+    maxtext_schedule.compile_whole(python, ("compile_topology=v5e-8",), flags, tmp_path / "a.hlo")
+    arguments = (tmp_path / "a.hlo").read_text().splitlines()
+    assert "compile_topology=v5e-8" in arguments and [one for one in arguments if one.startswith("compile_xla_flags")] == given
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["out"], "required: --neutral"),
+        (["out", "--search"], "--search compares by the neutral ruler: give --neutral"),
         (["out", "--neutral", "nowhere"], "has no hlo_cost_scheduled.py: give the folder"),
         (["out", "--neutral", "ruler", "huge"], "huge is no case"),
     ],

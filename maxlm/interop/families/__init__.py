@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 
 from maxlm.base.errors import UserError
-from maxlm.config import choices
+from maxlm.config import choices, extensions
 from maxlm.interop.families.record import Family
 
 
@@ -20,7 +20,10 @@ def own_families() -> tuple[Family, ...]:
 
 
 def families() -> Mapping[str, Family]:
-    """All families by `model_type`, those of other packages last. Export takes the first that can state a model. Raises UserError."""
+    """All families by `model_type`, families of other packages last. Export takes the first that can state a model. Extensions that the
+    command line names are loaded, since an import reads a config.json before any config of ours. Raises UserError.
+    """
+    extensions.load(extensions.accepted()[0], extensions.COMMAND_LINE)
     found = {family.model_type: family for family in own_families()}
     for part in choices.parts("family"):
         family = choices.implementation(part)
