@@ -87,7 +87,7 @@ def generated() -> dict[str, str]:
 def _commands() -> Iterator[str]:
     yield "# Commands\n\nEvery command prints its options with `--help`. Arguments that are settings come last, as `key=value`.\n"
     group: Any = typer.main.get_command(app)
-    yield "\n## Options of every command\n\nThey stand before the command or after it, as in\n`maxlm train runs/quickstart --extension my_loss`.\n"
+    yield "\n## Options of every command\n\nThey stand before the command or after it, as in `maxlm doctor --extension my_loss`.\n"
     yield from _parameters(group.params)
     for path, info in commands_of(app):
         command: Any = group
