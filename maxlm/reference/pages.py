@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def _metrics() -> Iterator[str]:
 
 
 def declared_metrics() -> list[tuple[Metric, str]]:
-    """Metrics that are declared in the source of maxlm, each with its module. A name or title that is no constant is evaluated there."""
+    """Metrics that are declared in the source of maxlm, each with its module. A name or title that is no constant is looked up there."""
     found: dict[tuple[str, str, str], tuple[Metric, str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
@@ -151,13 +151,17 @@ def declared_metrics() -> list[tuple[Metric, str]]:
     return list(found.values())
 
 
-def _declared_in(tree: ast.AST, names: dict[str, Any]) -> Iterator[Metric]:
+def _declared_in(tree: ast.AST, names: Mapping[str, Any]) -> Iterator[Metric]:
     """Metrics of the calls in a syntax tree; the entries of a vector, which depend on the model, are left out."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Metric":
-            kept = [word for word in node.keywords if word.arg != "entries"]
-            call = ast.Expression(ast.Call(node.func, node.args, kept))
-            yield eval(compile(ast.fix_missing_locations(call), "metric", "eval"), names)  # noqa: S307 -- our own source
+            known = {word.arg: word.value for word in node.keywords if word.arg and word.arg != "entries"}
+            yield Metric(*(_value(one, names) for one in node.args), **{name: _value(one, names) for name, one in known.items()})
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Value of a constant, or of a name in a module."""
+    return names[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def _cell(text: str) -> str:

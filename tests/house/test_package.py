@@ -42,8 +42,8 @@ def is_declared(name: str) -> bool:
     if name.endswith(".py"):
         return True
     for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
-        folder = package.removeprefix("maxlm").replace(".", "/").lstrip("/")
-        inside = name.removeprefix(f"{folder}/") if name.startswith(f"{folder}/") else None
+        folder = f"{package}.".removeprefix("maxlm.").replace(".", "/")
+        inside = name.removeprefix(folder) if name.startswith(folder) else None
         if inside is not None and any(inside.count("/") == p.count("/") and fnmatch.fnmatch(inside, p) for p in patterns):
             return True
     return False

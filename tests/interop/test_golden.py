@@ -40,9 +40,9 @@ def restored(folder: Path):
     return Checkpoints(folder / "checkpoints", config.checkpoint, {}).restore_entries(wanted).state
 
 
-# The suite compiles without optimizations; then gemma3 is 1.4e-5 off on a processor without AVX-512, and with them 0.3e-5. All others are
-# within 5e-7, and compiled in half the time.
-OPTIMIZED = {"gemma3": {"xla_backend_optimization_level": 1}}
+# Largest difference of logits, as a share of the largest one. Rounding alone moves gemma3's by 0.3e-5 to 1.9e-5, as the processor (with and
+# without AVX-512) and XLA's level of optimization choose the order of sums; all others are within 5e-7.
+CLOSE = {"gemma3": 4e-5}
 
 
 class Case:
@@ -110,12 +110,12 @@ def case(request, tmp_path_factory):
 def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
     loss_of = jax.value_and_grad(case.loss, has_aux=True) if case.slopes else lambda params: (case.loss(params), None)
     with jax.default_matmul_precision("highest"):
-        (loss, logits), grads = jax.jit(loss_of, compiler_options=OPTIMIZED.get(case.name))(case.state["params"])
+        (loss, logits), grads = jax.jit(loss_of)(case.state["params"])
     recorded = ["logits", *(f"logits ahead {depth}" for depth in range(1, len(logits)))]
     assert recorded == [key for key in case.recorded.files if key.startswith("logits")]
     for got, key in zip(logits, recorded, strict=True):
         wanted = case.recorded[key]
-        assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max(), key
+        assert np.abs(got - wanted).max() <= CLOSE.get(case.name, 1e-5) * np.abs(wanted).max(), key
     assert float(loss) == pytest.approx(float(case.recorded["loss"]), rel=1e-5)
     for target in weights.targets(case.config.model, weights_family(case)) if case.slopes else ():
         mine = weights.entry(grads, target.name)
