@@ -31,7 +31,7 @@ def own_parts() -> tuple[Part, ...]:
 @lru_cache(maxsize=256)
 def parts(kind: str = "") -> tuple[Part, ...]:
     """All parts of a kind, or of every kind, parts of maxlm first."""
-    others = (one for one in registered if isinstance(one, Part))
+    others = sorted((one for one in registered if isinstance(one, Part)), key=lambda one: (one.kind, one.name))  # however they were loaded
     return tuple(part for part in (*own_parts(), *others) if kind in ("", part.kind))
 
 

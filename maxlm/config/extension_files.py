@@ -105,7 +105,7 @@ def find(name: str, accepted: Sequence[str], paths: Sequence[Path]) -> Place:
         raise RefusedError(
             f"is not found: {holder}{known}", "install the package that has it, or give its folder with --extension-path DIR"
         )
-    if spec.name.partition(".")[0] in sys.stdlib_module_names:
+    if name.partition(".")[0] in sys.stdlib_module_names:
         raise RefusedError(*_PYTHONS_OWN)
     origin = _file_of(spec)
     file = origin.resolve()
@@ -191,11 +191,10 @@ def _top(name: str) -> ModuleSpec | None:
 
 def _walk(name: str, spec: ModuleSpec | None) -> ModuleSpec | None:
     """Spec of a submodule from the spec of its outermost package; no package on the way is imported."""
-    parts = name.split(".")
-    for number in range(2, len(parts) + 1):
+    for part in name.split(".")[1:]:  # by its last name: with dots Python would look for the package, which is not imported
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(".".join(parts[:number]), list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

@@ -196,6 +196,14 @@ def note(record: str, undo: Callable[[], None]) -> None:
     _state.registrations.append(Registration(record, module, _state.loading, undo))
 
 
+def registered_by(record: str) -> str:
+    """The extension of this process that registered `record`, in brackets after a space; "" for another record."""
+    found = next(
+        (one.extension for one in _state.registrations if one.record == record and one.extension not in (None, _state.loading)), None
+    )
+    return "" if found is None else f" (from the extension {found}, which this process has loaded)"
+
+
 def missing_for(record: str, names: Sequence[str] | None) -> str:
     """The extension that registered `record`, if this process has loaded it for another config and `names` lack it; else ""."""
     found = [one for one in _state.registrations if one.record == record]
@@ -215,13 +223,16 @@ def _load(name: str, source: str) -> Extension:
     imported = _by_program(name)
     try:
         place = extension_files.imported_place(name) if imported else extension_files.find(name, _state.modules, _state.paths)
+        digest = extension_files.digest(place)
     except extension_files.RefusedError as refused:
         raise refuse(refused.rule, refused.fix) from None
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror} ({error.filename or name})", "mend the file, or remove it") from None
     before = len(_state.registrations)
     if not imported:
         _import(name, place, refuse)
     records = [one.record for one in (*_state.registrations[before:], *_by_program(name))]
-    return Extension(name, place.distribution, place.version, extension_files.digest(place), tuple(dict.fromkeys(records)))
+    return Extension(name, place.distribution, place.version, digest, tuple(dict.fromkeys(records)))
 
 
 def _by_program(name: str) -> list[Registration]:

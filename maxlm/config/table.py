@@ -70,7 +70,7 @@ def _misfit(one: Capability) -> str:
     if not isinstance(one.key, str) or not _KEY.fullmatch(one.key):
         return "its key is no setting; use lower-case letters, digits and _, with dots between sections, as in train.swa"
     if any(one.key == known.key for known in capabilities()):
-        return f"the table of capabilities has {one.key} already; choose another key, and register once"
+        return f"the table of capabilities has {one.key} already{extensions.registered_by(one.key)}; choose another key, and register once"
     declared = one.key in _keys(Config)
     if declared != (one.section is None):
         return (
@@ -90,7 +90,7 @@ def _misfit_part(one: Part) -> str:
     if not isinstance(one.name, str) or not (_NAME if kind.settings else _WORD).fullmatch(one.name):
         return "its name is no value of a setting; use lower-case letters, digits and _"
     if one.name in others:
-        return f"{kind.noun} of that name is known already; choose another name, and register once"
+        return f"{kind.noun} of that name is known already{extensions.registered_by(one.key)}; choose another name, and register once"
     if not isinstance(one.place, str) or not _PLACE.fullmatch(one.place):
         return f"place = {quoted(str(one.place))} is no place; write 'package.module:Object', which holds {kind.interface}"
     if not isinstance(one.facts, kind.facts):
@@ -126,7 +126,8 @@ def capabilities() -> tuple[Capability, ...]:
     found = [import_module(f"{sections.__name__}.{name}").CAPABILITY for name in names]
     places = list(dict.fromkeys(_keys(Config)))
     others = [one for one in choices.registered if not isinstance(one, Part)]
-    return tuple(sorted([*found, *others], key=lambda one: places.index(one.key) if one.key in places else len(places)))
+    # Others by name: extensions may have been loaded in another order, by other configs of this process.
+    return tuple(sorted([*found, *others], key=lambda one: (places.index(one.key), "") if one.key in places else (len(places), one.key)))
 
 
 @lru_cache(maxsize=1)

@@ -72,7 +72,7 @@ def test_an_objective_is_a_branch_of_its_section(registry):
     config = load("runs/quickstart", ["objective={kind: smooth, sharpness: 3}"]).config
     assert config.objective.sharpness == 3 and type(config.objective).__name__ == "TigerConfig"
     assert load("runs/quickstart", ["objective.kind=plain"]).config.objective.kind == "plain"
-    with pytest.raises(ConfigError, match=r"objective = .*must be one of next_token, sft, dpo, smooth, plain; the nearest is smooth"):
+    with pytest.raises(ConfigError, match=r"objective = .*must be one of next_token, sft, dpo, plain, smooth; the nearest is smooth"):
         load("runs/quickstart", ["objective.kind=smoth"])
     assert ("objective.kind", "smooth") in table.identity(config, "").items()
 
