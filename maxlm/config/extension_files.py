@@ -19,6 +19,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from maxlm.base.errors import shorten
+from maxlm.base.paths import read_file
 
 GROUP = "maxlm.extensions"  # of entry points
 SOURCES = (".py", ".toml", ".json", ".yml", ".yaml", *EXTENSION_SUFFIXES)  # suffixes of the files that a digest covers
@@ -144,7 +145,7 @@ def digest(place: Place) -> str:
         packages[name] = own
         left += [] if place.installed else [one for file in _files(own) if file.suffix == ".py" for one in _imports(file)]
     files = {file.relative_to(place.root).as_posix(): file for own in packages.values() for file in _files(own)} or {place.name: place.file}
-    lines = [f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}" for name in sorted(files)]
+    lines = [f"{name} {hashlib.sha256(read_file(files[name])).hexdigest()}" for name in sorted(files)]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:DIGITS]
 
 
@@ -171,7 +172,7 @@ def _files(own: Path) -> Iterator[Path]:
 def _imports(file: Path) -> Iterator[str]:
     """Outermost names of what a Python file imports; none of a file that is no Python."""
     try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        nodes = list(ast.walk(ast.parse(read_file(file))))
     except (SyntaxError, ValueError):
         return
     for node in nodes:
@@ -235,23 +236,23 @@ def _folders_of_python() -> frozenset[str]:
     return frozenset(os.path.realpath(folder) for folder in folders)
 
 
-def _owns(one: Distribution, file: Path) -> bool:
+def _owns(distribution: Distribution, file: Path) -> bool:
     """True if a distribution holds `file`: by its list of files or, for an editable one, in its folder."""
-    if (folder := _editable(one)) is not None:
+    if (folder := _editable(distribution)) is not None:
         return folder in file.parents and not any(str(parent) in _folders_of_python() for parent in file.parents)
-    base = Path(str(one.locate_file(""))).resolve()
+    base = Path(str(distribution.locate_file(""))).resolve()
     if base not in file.parents:
         return False
-    relative, record = file.relative_to(base), one.read_text("RECORD")
+    relative, record = file.relative_to(base), distribution.read_text("RECORD")
     if record is None:  # a system's package manager keeps the list
-        return relative.parts[0].removesuffix(".py") in (one.read_text("top_level.txt") or "").split()
-    return relative.as_posix() in record and any(relative.as_posix() == path.as_posix() for path in one.files or ())
+        return relative.parts[0].removesuffix(".py") in (distribution.read_text("top_level.txt") or "").split()
+    return relative.as_posix() in record and any(relative.as_posix() == path.as_posix() for path in distribution.files or ())
 
 
-def _editable(one: Distribution) -> Path | None:
+def _editable(distribution: Distribution) -> Path | None:
     """Folder of a distribution that is installed in editable mode."""
     try:
-        stated = json.loads(one.read_text("direct_url.json") or "{}")
+        stated = json.loads(distribution.read_text("direct_url.json") or "{}")
         if stated.get("dir_info", {}).get("editable") is not True:
             return None
         return Path(unquote(urlsplit(stated["url"]).path)).resolve()

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxlm.base.errors import ConfigError, UserError, quoted, shorten
+from maxlm.base.paths import user_path
 
 if TYPE_CHECKING:  # else imported with the first extension, so that other commands start as fast
     from maxlm.config.extension_files import Place
@@ -102,7 +103,7 @@ def accept(modules: Sequence[str] = (), paths: Sequence[str] = ()) -> None:
         if name not in _state.modules:
             _state.modules.append(name)
     for path in paths:
-        folder = Path(path).expanduser()
+        folder = user_path(path)
         if not folder.is_dir():
             raise UserError(f"--extension-path {shorten(path)} is no folder: give the folder that holds the module or its package.")
         if (resolved := folder.resolve()) not in _state.paths:

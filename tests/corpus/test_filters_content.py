@@ -16,6 +16,7 @@ from filter_texts import NOUNS, prose, sentence
 from pydantic import ValidationError
 
 from maxlm.base.errors import UserError
+from maxlm.config.descriptions import descriptions
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, language as filters_language, run_filters
 from maxlm.corpus.filters.language import sample_text
@@ -617,7 +618,7 @@ def test_settings_have_descriptions_and_refuse_what_they_do_not_know():
             continue
         section = next(t for t in info.annotation.__args__ if t is not type(None))
         assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
-        assert [key for key, field in section.model_fields.items() if not field.description] == [], name
+        assert [key for key in section.model_fields if not descriptions(section)[key].text] == [], name
         with pytest.raises(ValidationError):
             FilterSettings.model_validate({name: {"no_such_field": 1}})
     with pytest.raises(ValidationError):

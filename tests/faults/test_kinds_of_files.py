@@ -73,6 +73,8 @@ DOORS: dict[str, list[str]] = {
     "eval tasks": ["eval", "model", "--tasks", "{}"],
     "average run_dir": ["average", "{}", "--out", "new"],
     "report run_dirs": ["report", "{}"],
+    "runs places": ["runs", "{}"],
+    "query places": ["query", "select 1", "{}"],
     "profile run_dir": ["profile", "{}"],
     "data prepare config": ["data", "prepare", "{}"],
     "data inspect place": ["data", "inspect", "{}"],
@@ -110,6 +112,7 @@ INSIDE: dict[str, list[str]] = {  # paths that a setting names, and files of a f
 WRITTEN = {"out", "hlo_out"}
 OTHER = {"overrides", "topology", "buy", "region", "compare", "prompts", "stop", "weights", "dtype", "shard_size", "quantize", "steps"}
 OTHER |= {"command", "arguments", "operation", "smallest", "largest", "name", "place of doctor", "text_field", "chip", "shape"}
+OTHER |= {"explain", "sql", "columns", "sort", "where"}
 STREAMED = {"prepare sources"}  # of any size
 
 

@@ -249,7 +249,8 @@ TRUSTED = {
     "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
     "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/folder.py"),
 }
-LIBRARIES = {"ts", "KvStore", "storage", "scorer", "build_opener", "observer"}  # names whose `open` or `read_bytes` opens no file of ours
+# Names whose `open`, `read_bytes` or `read_text` opens no file of ours.
+LIBRARIES = {"ts", "KvStore", "storage", "scorer", "build_opener", "observer", "Run", "Data", "distribution"}
 
 
 def opens(node):

@@ -38,7 +38,7 @@ def test_on_several_hosts_a_store_in_a_bucket_is_found(monkeypatch):
     monkeypatch.setattr(open_data.jax, "process_count", lambda: 2)
 
     def prepare(store):
-        open_data._prepare(SimpleNamespace(store=store))
+        open_data._prepare(SimpleNamespace(store=store), progress=False)
 
     for absent in ("memory://bucket/several", None):
         with pytest.raises(UserError, match=f"data.store = {absent} is not prepared: on several hosts run") as caught:

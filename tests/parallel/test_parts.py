@@ -12,6 +12,7 @@ from tiny import tiny_config, tiny_program
 
 from maxlm.models.decoder import Block
 from maxlm.models.parameters import abstract_decoder
+from maxlm.models.residual import ResidualRule
 from maxlm.training import pipelined
 from maxlm.training.cell_replay import CellReplay
 
@@ -64,6 +65,8 @@ def numbers(module: nnx.Module) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{inner}", number) for inner, number in numbers(value))
         elif isinstance(value, nnx.Variable):
             yield name, str(value.get_metadata())
+        elif isinstance(value, ResidualRule):
+            yield name, f"{type(value).__name__} {vars(value)}"
         elif not name.startswith("_"):
             yield name, str(value)
 

@@ -136,7 +136,7 @@ def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps
     config = SimpleNamespace(
         checkpoint=SimpleNamespace(dir=None),
         run=SimpleNamespace(dir=str(tmp_path), name="r"),
-        objective=SimpleNamespace(kind="dpo"),
+        objective_facts=SimpleNamespace(reference=True),
     )
     checkpoints = SimpleNamespace(memory=None, directory=tmp_path)
     data = SimpleNamespace(pipelines={})
@@ -167,7 +167,8 @@ def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(
     goodput, seen = Goodput(), []
     watchdog = SimpleNamespace(progress=None, fired=False, stop=lambda: seen.append("unwatched"))
     checkpoints = SimpleNamespace(memory=None, close=lambda remove_copies: seen.append(goodput.current[0]))
-    config = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), run=SimpleNamespace(dir=str(tmp_path), name="r"), objective=None)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), run=SimpleNamespace(dir=str(tmp_path), name="r"))
+    config.objective_facts = SimpleNamespace(reference=False)
     directory = SimpleNamespace(path=tmp_path, primary=False)
     opened = SimpleNamespace(config=config, directory=directory, checkpoints=checkpoints, trains=False)
     for name, value in {

@@ -434,7 +434,7 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
 def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
     script, read = Script(total=5), []
     script.evaluate = lambda params, model_state, batch: Sums(jnp.float32(2.0), {"loss": jnp.float32(8.0 * batch)}, {})
-    assert evaluate(script, script.init(), SixBatches(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
+    assert evaluate(script, script.init(), SixBatches(read)) == {"loss": pytest.approx(8.0 * sum(range(6)) / (2 * 6))}
     assert read == list(range(6))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.base.errors import UserError, error_kind, printable, shorten, show, some
+from maxlm.base.paths import open_regular
 from maxlm.base.strict_json import dumps, is_finite, is_number
 from maxlm.config.fields import flatten
 from maxlm.telemetry.course import last_stop
@@ -80,7 +81,7 @@ def _below(place: Path, notes: list[str]) -> Iterator[Path]:
 
 def _is_saved(config: Path) -> bool:
     try:
-        with config.open("rb") as file:
+        with open_regular(config) as file:
             return file.read(10) == b"# Written "
     except OSError:
         return True  # a row with a note
