@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxlm.base.errors import ConfigError, UserError, quoted, shorten
@@ -37,6 +37,14 @@ class ExtensionError(ConfigError):
 
 class _NothingRegisteredError(Exception):
     """An extension was imported, and registered nothing."""
+
+
+class Origin(NamedTuple):
+    """A line of another package."""
+
+    module: str
+    file: str
+    line: int
 
 
 class Registration(NamedTuple):
@@ -186,14 +194,19 @@ def facts(names: Sequence[str] | None) -> dict[str, str]:
     return {f"extension {name}": identity for name, identity in identities(names).items()}
 
 
-def note(record: str, undo: Callable[[], None]) -> None:
-    """Remember that another package has registered `record`; `undo` takes it back, where loading its extension fails later."""
-    frame, module = sys._getframe(1), ""
+def caller() -> Origin:
+    """The line outside of maxlm that called it."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module != "maxlm" and not module.startswith("maxlm."):
-            break
-        frame = frame.f_back  # type: ignore[assignment]
+            return Origin(module, frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return Origin("", "", 0)
+
+
+def note(record: str, module: str, undo: Callable[[], None]) -> None:
+    """Remember that `module` of another package has registered `record`; `undo` takes it back, where loading its extension fails later."""
     _state.registrations.append(Registration(record, module, _state.loading, undo))
 
 

@@ -42,6 +42,8 @@ def register(record: Capability) -> None:
     if wrong := _misfit(record):
         named = f"Part(kind={quoted(str(record.kind))}, name={quoted(str(record.name))})" if isinstance(record, Part) else ""
         raise ValueError(f"{named or f'Capability(key={quoted(str(record.key))})'}: {wrong}")
+    origin = extensions.caller()
+    object.__setattr__(record, "origin", origin)
     choices.registered.append(record)
     clear()
     try:
@@ -49,7 +51,7 @@ def register(record: Capability) -> None:
     except ValueError:
         _withdraw(record)
         raise
-    extensions.note(record.key, lambda: _withdraw(record))
+    extensions.note(record.key, origin.module, lambda: _withdraw(record))
 
 
 def _withdraw(record: Capability) -> None:
@@ -243,8 +245,9 @@ def build_part(config: Config, kind: str, name: str, **given: Any) -> Any:
     """Call a part's implementation, or its `from_config` where it has one, with its section and the settings that its parameters name."""
     part = choices.part(kind, name)
     found = choices.implementation(part)
-    with blamed(part, f"from_config of {found.__qualname__}"):
-        return call(getattr(found, "from_config", found), config, part.own_section(config), **given)
+    made = getattr(found, "from_config", found)
+    with blamed(part, getattr(made, "__qualname__", part.place), made):
+        return call(made, config, part.own_section(config), **given)
 
 
 def averages(config: Config) -> tuple[str, ...]:

@@ -19,16 +19,14 @@ ADAM_POWER = -1.0  # entries of Adam's updates have one size, and add up over a 
 class UpdateRule(ABC):
     """Directions from gradients, then decay, then the learning rate.
 
+    A rule is made with its own section, None if it has none, and with the settings that the other parameters of `__init__` name, or of a
+    class method `from_config`. A subclass may keep the `__init__` below and define `direction` alone.
+
     State under the names of moments (`maxlm.config.part`) is stored as `optimizer.state` says.
     """
 
-    def __init__(self, optimizer: OptimizerConfig) -> None:
-        self.settings = optimizer
-
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> "UpdateRule":
-        """Return the rule of a config. Gets the rule's own section, and the settings that the parameters of the subclass name."""
-        raise NotImplementedError
+    def __init__(self, own: Any, optimizer: OptimizerConfig) -> None:
+        self.own, self.settings = own, optimizer
 
     @abstractmethod
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
