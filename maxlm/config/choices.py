@@ -3,10 +3,13 @@
 import contextlib
 import inspect
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -87,6 +90,28 @@ def _location(one: Capability, error: Exception, made: object) -> str:
     if one.origin is not None:
         return f"line {one.origin.line} of {one.origin.file}"
     return f"line {frames[-1][1]} of {frames[-1][0].f_code.co_filename}"
+
+
+def check_place(one: Capability, place: str) -> None:
+    """Raise UserError if the package that registered `one` has no such module, or the module no such name. Imports nothing."""
+    module, _, name = place.partition(":")
+    package = module.partition(".")[0]
+    if one.origin is None or package != one.origin.module.partition(".")[0] or package == "__main__":
+        return
+    with blamed(one, f"place {place}"):
+        if loaded := sys.modules.get(module):
+            getattr(loaded, name)
+        elif module.rpartition(".")[0] in sys.modules:  # else `find_spec` would import it
+            spec = find_spec(module)
+            if spec is None:
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+            if spec.origin and spec.origin.endswith(".py") and not _may_define(Path(spec.origin).read_bytes(), name):
+                raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _may_define(source: bytes, name: str) -> bool:
+    """True if a module with this source may define `name`: it is written there, or the module makes names in another way."""
+    return any(word in source for word in (name.encode(), b"import *", b"globals()", b"__getattr__", b"exec("))
 
 
 def implementation(part: Part) -> Any:

@@ -157,11 +157,20 @@ def problems(config: Config, kind: str, **given: Any) -> Problems:
     """Problems by the rules of this kind, a field of `Capability`. `given`: `sizes` or `chip`, as the field says."""
     yield from _lacking(config) if kind == "rules" else ()
     for one, section in present(config):
+        for place in _places(one) if kind == "rules" and one.origin is not None else ():
+            choices.check_place(one, place)
         for rule in getattr(one, kind):
             if config.has_length or not set(LENGTHS) & set(_asked(rule)):
                 with blamed(one, f"{kind} {getattr(rule, '__name__', '')}"):
                     found = call(rule, config, section, **given)
                     yield from ((field, value, broken, fix) for field, value, broken, fix in found)
+
+
+def _places(one: Capability) -> Iterator[str]:
+    """Places of all implementations of a record."""
+    if isinstance(one, Part):
+        yield one.place
+    yield from (place for kind in PLACES for place in getattr(one, kind))
 
 
 def _lacking(config: BaseModel) -> Problems:

@@ -205,6 +205,25 @@ def test_an_implementation_that_fails_is_named_with_the_line_of_its_package(sgd,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("place", "known"), [("ext_sgd.rule:Sgd", True), ("ext_sgd.rule:Sdg", False), ("ext_sgd.rul:Sgd", False)])
+def test_a_config_is_refused_whose_part_has_no_implementation_in_its_package(registry, tmp_path, monkeypatch, place, known):
+    """Without an import of the module, which may import jax."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ext_sgd").mkdir()
+    (tmp_path / "ext_sgd" / "rule.py").write_text("raise SystemExit('imported')\nclass Sgd: ...\n")
+    record = f"maxlm.register(Part(kind='optimizer', name='sgd', place='{place}'))"
+    (tmp_path / "ext_sgd" / "__init__.py").write_text(f"import maxlm\nfrom maxlm.config.part import Part\n{record}\n")
+    importlib.import_module("ext_sgd")
+    try:
+        if known:
+            load("runs/quickstart", ["optimizer.name=sgd", "optimizer.muon=null"])
+        else:
+            with pytest.raises(UserError, match=rf"optimizer.sgd: place {place} failed: .* \(line 3 of .*ext_sgd/__init__.py\)"):
+                load("runs/quickstart", ["optimizer.name=sgd", "optimizer.muon=null"])
+    finally:
+        del sys.modules["ext_sgd"]
+
+
 def test_facts_are_named_by_their_kinds():
     module = importlib.import_module("maxlm.config.part")
     assert all(getattr(module, kind.facts.__name__) is kind.facts for kind in KINDS.values())

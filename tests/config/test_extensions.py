@@ -295,7 +295,7 @@ def test_the_command_line_accepts_an_undeclared_module_and_a_folder(tmp_path):
 
 
 def test_a_config_does_not_use_what_another_config_has_loaded(tmp_path):
-    part = "from maxlm.config.part import Part\nmaxlm.register(Part(kind='optimizer', name='mine', place='ext:Rule'))\n"
+    part = "from maxlm.config.part import Part\nmaxlm.register(Part(kind='optimizer', name='mine', place='ext:Rule'))\nclass Rule: ...\n"
     installed(tmp_path, {"ext.py": GOOD + part}, "ext")
     load_it("ext")
     with pytest.raises(UserError, match=r"extensions = \[\]: mine is registered by the extension ext, .*; add it"):
