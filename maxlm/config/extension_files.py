@@ -164,8 +164,14 @@ def _files(own: Path) -> Iterator[Path]:
     """Source files of a package or a module, without hidden ones and compiled copies."""
     if own.is_file():
         yield own
-    for folder, folders, names in os.walk(own):
-        folders[:] = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
+    seen = set[str]()  # links to folders of modules are followed, as Python does, and not in circles; links to data are not
+    for folder, folders, names in os.walk(own, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        visible = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
+        folders[:] = [one for one in visible if not (at := Path(folder, one)).is_symlink() or any(at.glob("*.py"))]
         yield from (Path(folder) / one for one in sorted(names) if one.endswith(SOURCES) and not one.startswith("."))
 
 

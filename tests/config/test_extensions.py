@@ -352,6 +352,15 @@ def test_the_digest_covers_the_package_and_what_lies_beside_a_module_and_is_impo
         write(tmp_path, {changed: "import dep  # changed\n"})
         seen.append(digest())
     assert len(set(seen)) == 6
+    write(tmp_path, {"apart/part.py": ""})
+    (tmp_path / "ext/link").symlink_to(tmp_path / "apart")
+    (tmp_path / "apart/circle").symlink_to(tmp_path / "ext")
+    seen.append(digest())
+    write(tmp_path, {"apart/part.py": "# changed, behind a link"})
+    assert digest() not in seen
+    seen.append(digest())
+    write(tmp_path, {"data/deep/table.json": ""})
+    (tmp_path / "ext/data").symlink_to(tmp_path / "data")
     write(tmp_path, {"other.py": "# changed", "ext/__pycache__/mod.pyc": "x", "ext/.mod.py.swp": "x", "ext/notes.md": "x"})
     assert digest() == seen[-1]
 
