@@ -33,6 +33,12 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         check_chip(config, topology.chip, origins)
         if not any_mesh:
             check_full_mesh(config, topology.devices, origins)
+    elif not any_mesh and sources is not None:
+        sizes = config.mesh.sizes()
+        if -1 in sizes.values():
+            _refuse(_divides(config, {axis: max(size, 1) for axis, size in sizes.items()}, partial=True), origins)
+        else:
+            check_devices(config, math.prod(sizes.values()), origins)
     if sources is not None:  # a program may set what only a later change of the config will read
         _refuse((*_without_effect(config), *problems(config, "written_rules")), origins)
 
@@ -104,9 +110,13 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
     return sizes
 
 
-def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """Sizes of mesh axes that do not divide what they split: by the rules of the sections, and by the table of axes."""
-    yield from problems(config, "mesh_rules", sizes=sizes)
+def _divides(config: Config, sizes: Mapping[str, int], *, partial: bool = False) -> Iterator[Problem]:
+    """Sizes of mesh axes that do not divide what they split: by the rules of the sections, and by the table of axes.
+
+    `partial`: the size of one axis is not known and given as 1. The table alone is asked: what a factor does not divide, no multiple does.
+    """
+    if not partial:
+        yield from problems(config, "mesh_rules", sizes=sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:

@@ -308,6 +308,29 @@ def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology
         load("base", [*said, "mesh.data=3"])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (["mesh.fsdp=5"], "train.global_batch = 8"),
+        (["mesh.fsdp=1", "mesh.tensor=3"], "mesh.tensor = 3"),
+        (["mesh.tensor=3"], "mesh.tensor = 3"),  # and fsdp = -1
+        (["mesh.fsdp=4"], ""),
+        (["mesh.tensor=2"], ""),
+    ],
+)
+def test_a_mesh_that_no_number_of_devices_makes_right_is_refused_without_a_cluster(write, sizes, said):
+    write(base=BASE)
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        load("base", sizes)
+    load("base", sizes, any_mesh=True)
+
+
+def test_a_misspelt_folder_of_a_run_is_answered_with_the_run(write):
+    write(base=BASE, runs__mine__config=BASE, runs__mind__other=BASE)
+    with pytest.raises(UserError, match=r"runs/mien does not exist: .* such as runs/mine\.$"):
+        load("runs/mien")
+
+
 def config_command(*arguments: str) -> str:
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as out:
         patched.setattr(sys, "argv", ["maxlm", "config", *arguments])
