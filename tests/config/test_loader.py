@@ -16,6 +16,7 @@ from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, load_saved, saved_text
 from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, MemoryConfig, SamplesConfig
+from maxlm.config.show import answer
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
 BASE = """
@@ -320,9 +321,11 @@ def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology
 )
 def test_a_mesh_that_no_number_of_devices_makes_right_is_refused_without_a_cluster(write, sizes, said):
     write(base=BASE)
+    config = load("base", sizes).config  # generation uses no batch of the training: only `maxlm config` and the trainer refuse it
     with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
-        load("base", sizes)
-    load("base", sizes, any_mesh=True)
+        check_devices(config, None)
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        answer(lambda *_: {}, "base", sizes, None, print, as_json=False)
 
 
 def test_a_misspelt_folder_of_a_run_is_answered_with_the_run(write):
