@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
+from maxlm.base.host import python_command
 from maxlm.base.installing import install_command
 from maxlm.command_examples import add_examples
 from maxlm.command_line import run_app, weights_kind
@@ -576,7 +576,7 @@ def launch(
         raise UserError(f"--backoff {backoff} is not a number of seconds: give one such as 5.")
     from maxlm.supervision.launch import Supervisor
 
-    program = [sys.executable, "-m", "maxlm", *extensions.arguments(), *command]
+    program = python_command("-m", "maxlm", *extensions.arguments(), *command)
     raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
 
 

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from maxlm.base.errors import UserError
+from maxlm.base.errors import UserError, printable
 
 SHOWN = 12  # rows and columns of a table in a notebook
 
@@ -49,7 +49,8 @@ class Table(Sequence[Mapping[str, Any]]):
         return pandas.DataFrame(self._rows, columns=self.columns)
 
     def __repr__(self) -> str:
-        return f"Table({len(self):,} rows: {', '.join(self.columns[:SHOWN])}{' ...' if len(self.columns) > SHOWN else ''})"
+        names = printable(", ".join(self.columns[:SHOWN]))
+        return f"Table({len(self):,} rows: {names}{' ...' if len(self.columns) > SHOWN else ''})"
 
     def _repr_html_(self) -> str:
         """The table in a notebook: its last rows."""

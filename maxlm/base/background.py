@@ -16,7 +16,7 @@ QUIET_S = 60.0  # seconds between two reports of the same target
 GRACE_S = 1.0  # after the deadline, for the thread to report what is lost
 
 Call = tuple[Callable[[Any], object], Any]
-Report = Callable[[str, Exception | None], None]
+Report = Callable[[str, BaseException | None], None]
 
 
 class Background:
@@ -74,7 +74,7 @@ class Background:
             pass
         try:
             self._close()  # restores the terminal, flushes files
-        except Exception as error:
+        except BaseException as error:
             if not self._disabled:
                 self._disabled = f"closing failed: {_message(error)}"
                 self._report(self._disabled, error)
@@ -90,7 +90,7 @@ class Background:
                 if self._failing_since is None:
                     self._failing_since = time.monotonic()
                     self._report_seldom(f"cannot write: {_message(error)}; up to {self._limit:,} records are queued and written later")
-            except Exception as error:
+            except BaseException as error:  # also sys.exit(), which ends this thread alone
                 self._disabled = f"switched off: {_message(error)}"
                 self._report(f"{self._disabled}; training goes on without it", error)
                 return False
@@ -124,7 +124,8 @@ class Background:
 def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    said = printable(" ".join(str(error).split()))
+    return said if said and isinstance(error, Exception) else f"{type(error).__name__}({said})" if said else type(error).__name__
 
 
 def _records(number: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 FROM_SUPERVISOR = (  # variables by which a supervisor talks to the run that it starts, and to nothing that this starts in turn
@@ -73,3 +74,15 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} EB" if count < 1e9 else f"{count:.1e} EB"
+
+
+def python_command(*words: str) -> list[str]:
+    """A command of this Python. It finds modules in the current directory only where this process does: `maxlm` does not, since a folder
+    in which it is started, such as a downloaded run, may hold a yaml.py.
+    """
+    try:
+        here = os.path.realpath(".")
+        searched = any(os.path.realpath(entry or ".") == here for entry in sys.path)
+    except OSError:  # the directory is gone
+        searched = False
+    return [sys.executable, *([] if searched else ["-P"]), *words]

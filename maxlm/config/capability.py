@@ -12,7 +12,7 @@ section of which a rule reads only that it is there:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from maxlm.base.errors import Problem
+from maxlm.config.extensions import Origin
 from maxlm.config.fields import Section
 from maxlm.hardware.topologies import either
 
@@ -107,6 +108,7 @@ class Capability:
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
+    origin: Origin | None = field(default=None, init=False, repr=False, compare=False)  # the call that registered it, of another package
 
     @property
     def functions(self) -> Iterator[Callable[..., Any]]:
@@ -150,9 +152,9 @@ def excludes(
     names = {field.replace(".", "_"): field for field in others}
 
     def excluded(section: Any, **values: Any) -> Problems:
-        for name, field in names.items():
+        for name, setting in names.items():
             if values[name] and when(section):
-                yield field, "set", f"{others[field]}{suffix}", fix
+                yield setting, "set", f"{others[setting]}{suffix}", fix
 
     parameters = [Parameter("section", Parameter.POSITIONAL_ONLY), *(Parameter(name, Parameter.KEYWORD_ONLY) for name in names)]
     excluded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`

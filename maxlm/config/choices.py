@@ -1,6 +1,7 @@
 """The parts of maxlm and of other packages by kind, and the type of a setting that names one of them."""
 
 import contextlib
+import inspect
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from maxlm.base.errors import UserError
 from maxlm.config.capability import Capability, load
-from maxlm.config.part import Part
+from maxlm.config.part import KINDS, Part
 
 OWN = "maxlm.config.parts"  # folder of the records of maxlm
 registered: list[Capability] = []  # records of other packages, parts among them
@@ -31,7 +32,7 @@ def own_parts() -> tuple[Part, ...]:
 @lru_cache(maxsize=256)
 def parts(kind: str = "") -> tuple[Part, ...]:
     """All parts of a kind, or of every kind, parts of maxlm first."""
-    others = (one for one in registered if isinstance(one, Part))
+    others = sorted((one for one in registered if isinstance(one, Part)), key=lambda one: (one.kind, one.name))  # however they were loaded
     return tuple(part for part in (*own_parts(), *others) if kind in ("", part.kind))
 
 
@@ -50,8 +51,11 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def blamed(one: Capability, part: str) -> Iterator[None]:
-    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
+def blamed(one: Capability, part: str, made: object = None) -> Iterator[None]:
+    """Raise an error in the block as UserError that names the record and its `part`, if another package has registered the record.
+
+    `made`: the class or function of the package that the block calls.
+    """
     try:
         yield
     except UserError:
@@ -59,17 +63,41 @@ def blamed(one: Capability, part: str) -> Iterator[None]:
     except Exception as error:
         if not any(one is record for record in registered):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
+            f"{one.key}: {part} failed: {type(error).__name__}: {error} ({_location(one, error, made)}); "
             f"mend the package that registers {one.key}, or remove the {'setting that names it' if isinstance(one, Part) else 'section'}."
         ) from error
 
 
+def _location(one: Capability, error: Exception, made: object) -> str:
+    """Line and file of the package that registered `one`: the innermost line that `error` passed, else the definition of `made`, else the
+    call of `register`.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"line {error.lineno} of {error.filename}"
+    places = [one.place] if isinstance(one, Part) else []
+    packages = {name.partition(".")[0] for name in (one.origin.module if one.origin else "", *places)} - {"maxlm", ""}
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(line, frame.f_code.co_filename) for frame, line in frames if frame.f_globals.get("__name__", "").partition(".")[0] in packages]
+    if own:
+        return "line {} of {}".format(*own[-1])
+    if inspect.isclass(made) or inspect.isroutine(made):
+        with contextlib.suppress(OSError, TypeError):
+            return f"line {inspect.getsourcelines(made)[1]} of {inspect.getsourcefile(made)}"
+    if one.origin is not None:
+        return f"line {one.origin.line} of {one.origin.file}"
+    return f"line {frames[-1][1]} of {frames[-1][0].f_code.co_filename}"
+
+
 def implementation(part: Part) -> Any:
-    """Import the implementation of a part."""
+    """Import the implementation of a part. Raises UserError for a class of another package that lacks methods of its interface."""
     with blamed(part, f"place {part.place}"):
-        return load(part.place)
+        found = load(part.place)
+    if inspect.isabstract(found):
+        with blamed(part, f"place {part.place}", found):
+            lacks = " and no ".join(sorted(found.__abstractmethods__))
+            raise TypeError(f"{found.__qualname__} has no {lacks}, which {KINDS[part.kind].noun} needs")
+    return found
 
 
 class Choice:

@@ -106,7 +106,7 @@ def find(name: str, accepted: Sequence[str], paths: Sequence[Path]) -> Place:
         raise RefusedError(
             f"is not found: {holder}{known}", "install the package that has it, or give its folder with --extension-path DIR"
         )
-    if spec.name.partition(".")[0] in sys.stdlib_module_names:
+    if name.partition(".")[0] in sys.stdlib_module_names:
         raise RefusedError(*_PYTHONS_OWN)
     origin = _file_of(spec)
     file = origin.resolve()
@@ -164,8 +164,14 @@ def _files(own: Path) -> Iterator[Path]:
     """Source files of a package or a module, without hidden ones and compiled copies."""
     if own.is_file():
         yield own
-    for folder, folders, names in os.walk(own):
-        folders[:] = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
+    seen = set[str]()  # links to folders of modules are followed, as Python does, and not in circles; links to data are not
+    for folder, folders, names in os.walk(own, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        visible = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
+        folders[:] = [one for one in visible if not (at := Path(folder, one)).is_symlink() or any(at.glob("*.py"))]
         yield from (Path(folder) / one for one in sorted(names) if one.endswith(SOURCES) and not one.startswith("."))
 
 
@@ -192,11 +198,10 @@ def _top(name: str) -> ModuleSpec | None:
 
 def _walk(name: str, spec: ModuleSpec | None) -> ModuleSpec | None:
     """Spec of a submodule from the spec of its outermost package; no package on the way is imported."""
-    parts = name.split(".")
-    for number in range(2, len(parts) + 1):
+    for part in name.split(".")[1:]:  # by its last name: with dots Python would look for the package, which is not imported
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(".".join(parts[:number]), list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

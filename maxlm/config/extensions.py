@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxlm.base.errors import ConfigError, UserError, quoted, shorten
@@ -37,6 +37,14 @@ class ExtensionError(ConfigError):
 
 class _NothingRegisteredError(Exception):
     """An extension was imported, and registered nothing."""
+
+
+class Origin(NamedTuple):
+    """A line of another package."""
+
+    module: str
+    file: str
+    line: int
 
 
 class Registration(NamedTuple):
@@ -186,15 +194,28 @@ def facts(names: Sequence[str] | None) -> dict[str, str]:
     return {f"extension {name}": identity for name, identity in identities(names).items()}
 
 
-def note(record: str, undo: Callable[[], None]) -> None:
-    """Remember that another package has registered `record`; `undo` takes it back, where loading its extension fails later."""
-    frame, module = sys._getframe(1), ""
+def caller() -> Origin:
+    """The line outside of maxlm that called it."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module != "maxlm" and not module.startswith("maxlm."):
-            break
-        frame = frame.f_back  # type: ignore[assignment]
+            return Origin(module, frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return Origin("", "", 0)
+
+
+def note(record: str, module: str, undo: Callable[[], None]) -> None:
+    """Remember that `module` of another package has registered `record`; `undo` takes it back, where loading its extension fails later."""
     _state.registrations.append(Registration(record, module, _state.loading, undo))
+
+
+def registered_by(record: str) -> str:
+    """The extension of this process that registered `record`, in brackets after a space; "" for another record."""
+    found = next(
+        (one.extension for one in _state.registrations if one.record == record and one.extension not in (None, _state.loading)), None
+    )
+    return "" if found is None else f" (from the extension {found}, which this process has loaded)"
 
 
 def missing_for(record: str, names: Sequence[str] | None) -> str:
@@ -216,13 +237,16 @@ def _load(name: str, source: str) -> Extension:
     imported = _by_program(name)
     try:
         place = extension_files.imported_place(name) if imported else extension_files.find(name, _state.modules, _state.paths)
+        digest = extension_files.digest(place)
     except extension_files.RefusedError as refused:
         raise refuse(refused.rule, refused.fix) from None
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror} ({error.filename or name})", "mend the file, or remove it") from None
     before = len(_state.registrations)
     if not imported:
         _import(name, place, refuse)
     records = [one.record for one in (*_state.registrations[before:], *_by_program(name))]
-    return Extension(name, place.distribution, place.version, extension_files.digest(place), tuple(dict.fromkeys(records)))
+    return Extension(name, place.distribution, place.version, digest, tuple(dict.fromkeys(records)))
 
 
 def _by_program(name: str) -> list[Registration]:

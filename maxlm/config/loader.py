@@ -82,11 +82,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    selecting = [one for one in overrides if one.partition("=")[0].strip() == extensions.FIELD]
-    _override(merged, sources, selecting, files, Config)
-    merged = extensions.selected(merged, sources)
-    extensions.load(merged.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
-    _override(merged, sources, [one for one in overrides if one not in selecting], files, config_class())
+    merged = _override_all(merged, sources, overrides, files, accepted=True)
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
@@ -114,7 +110,7 @@ def read(source: ConfigSource, overrides: Sequence[str] = (), *, any_mesh: bool 
     _check_plain(own, GIVEN, set())
     files.merge(Path(GIVEN), own, merged, sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    _override(merged, sources, overrides, files, config_class())
+    _override_all(merged, sources, overrides, files)
     if assume and model_alone:
         assumed.fill(merged, sources)
     return _checked(merged, sources, any_mesh=any_mesh, shorten=True)
@@ -126,6 +122,20 @@ def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> S
     values, sources = files.resolve(find(name))
     _override(values, sources, overrides, files, schema)
     return _validate(schema, values, sources)
+
+
+def _override_all(
+    merged: dict[str, Any], sources: dict[str, str], overrides: Sequence[str], files: "_Files", *, accepted: bool = False
+) -> dict[str, Any]:
+    """Merge `overrides` into `merged` and return it. Extensions come first: they say which settings hold text. `accepted`: those of the
+    command line are selected, too.
+    """
+    selecting = [one for one in overrides if one.partition("=")[0].strip() == extensions.FIELD]
+    _override(merged, sources, selecting, files, Config)
+    merged = extensions.selected(merged, sources) if accepted else merged
+    extensions.load(merged.get(extensions.FIELD), sources.get(extensions.FIELD, ""))
+    _override(merged, sources, [one for one in overrides if one not in selecting], files, config_class())
+    return merged
 
 
 def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequence[str], files: "_Files", schema: type[BaseModel]) -> None:

@@ -42,6 +42,8 @@ def register(record: Capability) -> None:
     if wrong := _misfit(record):
         named = f"Part(kind={quoted(str(record.kind))}, name={quoted(str(record.name))})" if isinstance(record, Part) else ""
         raise ValueError(f"{named or f'Capability(key={quoted(str(record.key))})'}: {wrong}")
+    origin = extensions.caller()
+    object.__setattr__(record, "origin", origin)
     choices.registered.append(record)
     clear()
     try:
@@ -49,7 +51,7 @@ def register(record: Capability) -> None:
     except ValueError:
         _withdraw(record)
         raise
-    extensions.note(record.key, lambda: _withdraw(record))
+    extensions.note(record.key, origin.module, lambda: _withdraw(record))
 
 
 def _withdraw(record: Capability) -> None:
@@ -70,7 +72,7 @@ def _misfit(one: Capability) -> str:
     if not isinstance(one.key, str) or not _KEY.fullmatch(one.key):
         return "its key is no setting; use lower-case letters, digits and _, with dots between sections, as in train.swa"
     if any(one.key == known.key for known in capabilities()):
-        return f"the table of capabilities has {one.key} already; choose another key, and register once"
+        return f"the table of capabilities has {one.key} already{extensions.registered_by(one.key)}; choose another key, and register once"
     declared = one.key in _keys(Config)
     if declared != (one.section is None):
         return (
@@ -90,7 +92,7 @@ def _misfit_part(one: Part) -> str:
     if not isinstance(one.name, str) or not (_NAME if kind.settings else _WORD).fullmatch(one.name):
         return "its name is no value of a setting; use lower-case letters, digits and _"
     if one.name in others:
-        return f"{kind.noun} of that name is known already; choose another name, and register once"
+        return f"{kind.noun} of that name is known already{extensions.registered_by(one.key)}; choose another name, and register once"
     if not isinstance(one.place, str) or not _PLACE.fullmatch(one.place):
         return f"place = {quoted(str(one.place))} is no place; write 'package.module:Object', which holds {kind.interface}"
     if not isinstance(one.facts, kind.facts):
@@ -126,7 +128,8 @@ def capabilities() -> tuple[Capability, ...]:
     found = [import_module(f"{sections.__name__}.{name}").CAPABILITY for name in names]
     places = list(dict.fromkeys(_keys(Config)))
     others = [one for one in choices.registered if not isinstance(one, Part)]
-    return tuple(sorted([*found, *others], key=lambda one: places.index(one.key) if one.key in places else len(places)))
+    # Others by name: extensions may have been loaded in another order, by other configs of this process.
+    return tuple(sorted([*found, *others], key=lambda one: (places.index(one.key), "") if one.key in places else (len(places), one.key)))
 
 
 @lru_cache(maxsize=1)
@@ -242,8 +245,9 @@ def build_part(config: Config, kind: str, name: str, **given: Any) -> Any:
     """Call a part's implementation, or its `from_config` where it has one, with its section and the settings that its parameters name."""
     part = choices.part(kind, name)
     found = choices.implementation(part)
-    with blamed(part, f"from_config of {found.__qualname__}"):
-        return call(getattr(found, "from_config", found), config, part.own_section(config), **given)
+    made = getattr(found, "from_config", found)
+    with blamed(part, getattr(made, "__qualname__", part.place), made):
+        return call(made, config, part.own_section(config), **given)
 
 
 def averages(config: Config) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxlm.base.errors import shorten
-from maxlm.base.host import host_memory
+from maxlm.base.host import host_memory, python_command
 from maxlm.base.installing import install_command
 from maxlm.base.paths import is_remote
 from maxlm.cluster.accelerators import Accelerator, find_accelerators, remedy
@@ -63,7 +63,7 @@ class Report:
 def diagnose() -> Report:
     """Check this machine. Changes nothing; devices are probed in a separate process, which a broken driver may crash."""
     versions = {name: _version(name) for name in (*SHOWN, *(name for names in PLUGINS.values() for name in names))}
-    devices = ask_for_devices([sys.executable, "-m", "maxlm.diagnostics.device_probe"])
+    devices = ask_for_devices(python_command("-m", "maxlm.diagnostics.device_probe"))
     disk, memory = shutil.disk_usage(Path.cwd()).free, host_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [

@@ -3,7 +3,6 @@
 import itertools
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from maxlm.base.console import Console
 from maxlm.base.errors import UserError
+from maxlm.base.host import python_command
 from maxlm.hardware.topologies import parse
 from maxlm.kernel_lab.problems import OPERATIONS
 from maxlm.telemetry.formatting import percent
@@ -80,7 +80,7 @@ def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
 def count(operation: str, implementation: str, shape: str, chip: str, *, sweep: bool = False) -> list[Row]:
     """A row for each kernel, counted in a process of its own; `sweep`: at every choice of blocks, the default first."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxlm.kernel_lab", operation, implementation, shape, TOPOLOGIES[chip], folder]
+        command = python_command("-m", "maxlm.kernel_lab", operation, implementation, shape, TOPOLOGIES[chip], folder)
         done = subprocess.run([*command, *["sweep"] * sweep], capture_output=True, text=True, check=False)
     if done.returncode:
         errors = done.stderr.strip().splitlines() or ["no message"]

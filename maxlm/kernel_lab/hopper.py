@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from maxlm.base.errors import UserError
+from maxlm.base.host import python_command
 from maxlm.compiler.gpu_compiler import devices, make_ready, missing, show_tools
 from maxlm.hardware.topologies import parse
 
@@ -74,7 +75,7 @@ def memory_of(operation: str, implementation: str, shape: str, heads: int = 8) -
 def _printed(operation: str, implementation: str, shape: str, heads: int) -> list[dict[str, Any]]:
     if missing():
         raise UserError(f"{operation} {implementation} cannot be compiled: {missing()}.")
-    command = [sys.executable, "-m", "maxlm.kernel_lab.hopper", operation, implementation, shape, str(heads)]
+    command = python_command("-m", "maxlm.kernel_lab.hopper", operation, implementation, shape, str(heads))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{operation} {implementation} at {shape} does not compile for an H200: {done.stderr.strip()[-2000:]}")

@@ -2,7 +2,6 @@
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.base.console import Console
+from maxlm.base.host import python_command
 from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
 from maxlm.kernel_lab.problems import PROBLEMS, Problem, shape_of
@@ -51,7 +51,7 @@ class Row:
 
 def present() -> str:
     """The name of the chip that jax finds here, in lower case; empty without one that is known."""
-    done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
+    done = subprocess.run(python_command("-c", FIND_DEVICE), capture_output=True, text=True, check=False)
     kind = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
     chip = chip_of(kind[0]) if kind else None
     return chip.name.lower() if chip else ""

@@ -1,7 +1,6 @@
 """Runs of a ladder: trained on this machine, one after another, and found in its folder, trained here or elsewhere."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from maxlm.base.atomic import write_text
 from maxlm.base.errors import ExitCode, UserError, error_kind, show
+from maxlm.base.host import python_command
 from maxlm.base.paths import read_file
 from maxlm.config import extensions
 from maxlm.config.fields import flatten
@@ -112,7 +112,7 @@ def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> di
         left = sum(one.flops for one in rungs[number - 1 :] if find(folder, one).loss is None)
         time_left = "" if speed is None else f"; about {max(left / speed / 60, 1):.0f} min for all that are left"
         say(f"[{number} of {len(rungs)}] {rung.name}: {rung.parameters:,} parameters, {rung.tokens:,} tokens{time_left}")
-        command = [sys.executable, "-m", "maxlm", *extensions.arguments(), "train", str(config_file(folder, rung))]
+        command = python_command("-m", "maxlm", *extensions.arguments(), "train", str(config_file(folder, rung)))
         supervisor = Supervisor(command, restarts=RESTARTS, backoff=1.0, say=say)
         code = supervisor.run()
         if code == ExitCode.STOPPED or supervisor.signalled:  # also one that came when all was done

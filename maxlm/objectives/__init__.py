@@ -15,8 +15,9 @@ def build_objective(config: Config) -> Objective:
     """The objective that `config` names; next-token prediction if it names none, of tokens further ahead with `model.mtp`."""
     kind = "next_token" if config.objective is None else config.objective.kind
     found = part("objective", kind)
-    with blamed(found, f"place {found.place}"):
-        made: type[Objective] = implementation(found) if config.model.mtp is None else load(found.facts.further)
+    made: type[Objective] = implementation(found)
+    with blamed(found, f"place {found.place}", made):
+        made = made if config.model.mtp is None else load(found.facts.further)
         metrics = [(one, build_part(config, "metric", one.name)) for one in parts("metric") if one.chosen(config)]
         return (with_metrics(made, metrics) if metrics else made)(config)
 

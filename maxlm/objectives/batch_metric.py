@@ -3,6 +3,7 @@
 A metric is a class here or in another package, and a `Part` of the kind "metric"; the section `metrics` of a config chooses them.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -38,7 +39,7 @@ class ModelOutput(NamedTuple):
         return unembedding_scores(self.config.precision, self.hidden_BSD, self.unembedding_VD, targets_BS, **options)
 
 
-class BatchMetric:
+class BatchMetric(ABC):
     """Figures of a batch, by the names of `metrics`. It is made with its section, and with the settings that other parameters name."""
 
     metrics: ClassVar[tuple[Metric, ...]]
@@ -46,11 +47,11 @@ class BatchMetric:
     def __init__(self, own: Any) -> None:
         self.own = own  # section of the part; None if it has none
 
+    @abstractmethod
     def values(self, output: ModelOutput, batch: Any) -> Mapping[str, Array]:
         """Sums over the rows and tokens of `batch`, as its weights count them, and maxima where `metrics` says so. A mean is given as its
         sum; where its declaration has `per`, the sum that divides it is given by that name.
         """
-        raise NotImplementedError
 
 
 class TokenAccuracy(BatchMetric):

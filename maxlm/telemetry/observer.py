@@ -192,6 +192,6 @@ class Observers:
             log.warning("%s", problem)
         return problems
 
-    def _report(self, name: str, reason: str, error: Exception | None) -> None:
+    def _report(self, name: str, reason: str, error: BaseException | None) -> None:
         log.log(logging.ERROR if error else logging.WARNING, "%s: %s", name, reason, exc_info=error)
         self.on_event(Event("observer", self._step, data={"name": name, "reason": reason}))

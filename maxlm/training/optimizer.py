@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from maxlm.config import choices
 from maxlm.config.batch_sizes import BatchSizes
 from maxlm.config.schema import Config
 from maxlm.config.table import build_part
@@ -17,7 +18,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.training.parametrized import with_factors
 from maxlm.training.schedules import Span
 from maxlm.training.small_states import in_small_state
-from maxlm.training.update_rule import UpdateRule
+from maxlm.training.update_rule import UpdateRule, checked
 
 
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
@@ -29,7 +30,10 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     """
     rule: UpdateRule = build_part(config, "optimizer", config.optimizer.name)
     rate, axes = learning_rate(config), parameter_axes(config.model) if axes is None else axes
-    stored = in_small_state(rule.direction(axes), axes, first_row, config.optimizer.state, config.model, config.train.seed)
+    direction = rule.direction(axes)
+    if choices.part("optimizer", config.optimizer.name) not in choices.own_parts():
+        direction = checked(direction, config.optimizer.name)
+    stored = in_small_state(direction, axes, first_row, config.optimizer.state, config.model, config.train.seed)
     return optax.chain(with_factors(stored, axes, config.model, rule), rule.decayed(axes), rule.at_rate(rate))
 
 

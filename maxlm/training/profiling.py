@@ -3,7 +3,6 @@
 import json
 import logging
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 
-from maxlm.base.host import environment_of_commands
+from maxlm.base.host import environment_of_commands, python_command
 from maxlm.config.sections.profile import ProfileConfig
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.profile import TRACE
@@ -109,7 +108,7 @@ class RunProfiler:
         first, self._recording = self._recording, None
         facts = {"title": f"{self._title}, step {first:,}", "steps": step - first, "step": first, "hardware": jax.devices()[0].device_kind}
         facts["prediction_note"] = "A running job makes no prediction: `maxlm profile` does."
-        command = [sys.executable, "-m", "maxlm.telemetry.profile", str(folder), json.dumps(facts)]
+        command = python_command("-m", "maxlm.telemetry.profile", str(folder), json.dumps(facts))
         environment = {**environment_of_commands(), "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
         self._making.append((first, process))

@@ -155,6 +155,7 @@ class Update:
             refused, found[one.name] = one.judge(extra.get(one.name), state, loss, norm)
             good &= ~refused
         known = [one for one in self.transforms if one.name in state.extra and not one.by_parameter]
+        found = {one.name: one.alike(found[one.name], state.extra[one.name]) for one in known}
         new = {one.name: found[one.name] if one.kept_if_refused else keep_if(good, found[one.name], state.extra[one.name]) for one in known}
         return good, new
 
@@ -173,7 +174,7 @@ class Update:
         for one in reversed(self.transforms):
             figures |= one.declared(one.figures(masters, params))
             params, own = one.write(params, extra.get(one.name), state, first_row)
-            extra |= {one.name: own} if one.by_parameter else {}
+            extra |= {one.name: one.alike(own, extra.get(one.name))} if one.by_parameter else {}
         new = keep_if(pending.good, (params, opt_state, extra), (state.params, state.opt_state, dict(state.extra)))
         return replace(pending.after, params=new[0], opt_state=new[1], extra={**new[2], **pending.after.extra}), figures
 

@@ -13,6 +13,7 @@ from maxlm.base.metric import Metric
 from maxlm.models import Parameters
 from maxlm.objectives import Sums
 from maxlm.training.step import TrainState
+from maxlm.training.update_rule import difference
 
 # Phases of an update, in the order in which its transforms see the gradient; parameters are written in the reverse order. Transforms of one
 # phase follow the order of the settings.
@@ -88,7 +89,13 @@ class Transform:
         """Figures of the change, by the names of their metrics."""
         return {}
 
-    # Not a hook.
+    # No hooks.
+
+    def alike(self, after: Any, before: Any) -> Any:
+        """Return the own state `after`. Raises UserError if it has another structure, shape or dtype than `before`."""
+        if wrong := difference(after, before):
+            raise UserError(f"{type(self).__name__} (transform {self.name!r}) returns a state unlike what it was given: {wrong}.")
+        return after
 
     def declared(self, figures: Mapping[str, Any], known: Collection[str] = ()) -> Mapping[str, Any]:
         """Return `figures`. Raises UserError for a figure that is neither `known` nor declared in `metrics`: no record would hold it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,10 @@ LEAST_SHARE = 1e-2  # of a matrix's mean: least second moment that is kept. Rows
 class AdamW(UpdateRule):
     """Adam (arXiv 1711.05101), with factored second moments, or second moments that stay after a warm-up, where settings ask."""
 
-    def __init__(self, optimizer: OptimizerConfig, compression: CompressionConfig | None, diloco: DilocoConfig | None) -> None:
-        super().__init__(optimizer)
+    def __init__(self, own: None, optimizer: OptimizerConfig, compression: CompressionConfig | None, diloco: DilocoConfig | None) -> None:
+        super().__init__(own, optimizer)
         frozen = compression is not None and compression.kind != "int8" and diloco is None
         self._warmup = compression.warmup_steps if compression is not None and frozen else None
-
-    @classmethod
-    def from_config(cls, own: None, optimizer: OptimizerConfig, compression: CompressionConfig | None, diloco: DilocoConfig | None) -> Self:
-        return cls(optimizer, compression, diloco)
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
         settings = self.settings
@@ -64,28 +60,26 @@ class Muon(WithAdam):
     # 2310.17813), one root. With `update_rms: null` they are times a ratio of their sides, which stays.
     BY_ROOT, BY_RATIO = -0.5, 0.0
 
-    def __init__(self, muon: MuonConfig, optimizer: OptimizerConfig, dtype: str) -> None:
-        super().__init__(optimizer)
-        self._own, self._dtype = muon, dtype
+    own: MuonConfig
 
-    @classmethod
-    def from_config(cls, muon: MuonConfig, optimizer: OptimizerConfig, precision_compute: str) -> Self:
-        return cls(muon, optimizer, "bfloat16" if precision_compute == "bfloat16" else "float32")
+    def __init__(self, muon: MuonConfig, optimizer: OptimizerConfig, precision_compute: str) -> None:
+        super().__init__(muon, optimizer)
+        self._dtype = "bfloat16" if precision_compute == "bfloat16" else "float32"
 
     def matrices(self, axes: Parameters) -> optax.GradientTransformation:
-        return scale_by_muon(self._own, self._dtype, axes)
+        return scale_by_muon(self.own, self._dtype, axes)
 
     def width_power(self, axes: Names) -> float:
         if hidden_matrix(axes) is None:
             return super().width_power(axes)
-        return self.BY_RATIO if self._own.update_rms is None else self.BY_ROOT
+        return self.BY_RATIO if self.own.update_rms is None else self.BY_ROOT
 
     def decayed(self, axes: Parameters) -> optax.GradientTransformation:
         """Decay follows the rate of Adam's part, unless it is independent of rates."""
         settings = self.settings
-        if self._own.adam_lr is None:
+        if self.own.adam_lr is None:
             return super().decayed(axes)
-        ratio = self._own.adam_lr / settings.peak_lr
+        ratio = self.own.adam_lr / settings.peak_lr
         rates = map_axes(lambda names: ratio if hidden_matrix(names) is None else 1.0, axes)
         own = jax.tree.map(lambda rate: 1.0 if settings.decays_independently else rate, rates)
         decays = jax.tree.map(lambda decays, factor: settings.decay_per_rate * factor if decays else 0.0, self.decaying(axes), own)
@@ -103,24 +97,14 @@ class Muon(WithAdam):
 class Soap(WithAdam):
     """Adam in the eigenbasis of Shampoo's covariances (arXiv 2409.11321)."""
 
-    def __init__(self, soap: SoapConfig, optimizer: OptimizerConfig) -> None:
-        super().__init__(optimizer)
-        self._own = soap
-
-    @classmethod
-    def from_config(cls, soap: SoapConfig, optimizer: OptimizerConfig) -> Self:
-        return cls(soap, optimizer)
+    own: SoapConfig
 
     def matrices(self, axes: Parameters) -> optax.GradientTransformation:
-        return scale_by_soap(self.settings, self._own, axes)
+        return scale_by_soap(self.settings, self.own, axes)
 
 
 class Lion(UpdateRule):
     """The sign of an interpolated momentum (arXiv 2302.06675)."""
-
-    @classmethod
-    def from_config(cls, own: None, optimizer: OptimizerConfig) -> Self:
-        return cls(optimizer)
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
         return optax.scale_by_lion(b1=self.settings.beta1, b2=self.settings.beta2)
@@ -129,20 +113,14 @@ class Lion(UpdateRule):
 class Adafactor(UpdateRule):
     """Factored second moments without a first moment (arXiv 1804.04235, algorithm 4). Updates may be relative to the parameters."""
 
-    def __init__(self, adafactor: AdafactorConfig, optimizer: OptimizerConfig) -> None:
-        super().__init__(optimizer)
-        self._own = adafactor
-
-    @classmethod
-    def from_config(cls, adafactor: AdafactorConfig, optimizer: OptimizerConfig) -> Self:
-        return cls(adafactor, optimizer)
+    own: AdafactorConfig
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
-        return adafactor(self._own, axes)
+        return adafactor(self.own, axes)
 
     def decayed(self, axes: Parameters) -> optax.GradientTransformation:
         """Decay is relative to the parameters as the updates are, unless it is independent of rates."""
-        settings, own = self.settings, self._own
+        settings, own = self.settings, self.own
         if not own.relative or settings.decays_independently:
             return super().decayed(axes)
         matrix = self.decaying(axes)
@@ -158,16 +136,14 @@ class AdEMAMix(UpdateRule):
     linearly, over `ademamix.warmup_steps` (section 3).
     """
 
-    def __init__(self, ademamix: AdemamixConfig, optimizer: OptimizerConfig, total_steps: int) -> None:
-        super().__init__(optimizer)
-        self._own, self._steps = ademamix, ademamix.warmup_steps or total_steps
+    own: AdemamixConfig
 
-    @classmethod
-    def from_config(cls, ademamix: AdemamixConfig, optimizer: OptimizerConfig, total_steps: int) -> Self:
-        return cls(ademamix, optimizer, total_steps)
+    def __init__(self, ademamix: AdemamixConfig, optimizer: OptimizerConfig, total_steps: int) -> None:
+        super().__init__(ademamix, optimizer)
+        self._steps = ademamix.warmup_steps or total_steps
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
-        settings, own = self.settings, self._own
+        settings, own = self.settings, self.own
 
         def done(updates: Any) -> Array:
             return jnp.minimum((updates + 1).astype(jnp.float32) / self._steps, 1.0)
@@ -191,10 +167,6 @@ def slow_decay(first: float, last: float, done: Float[Array, ""]) -> Float[Array
 
 class ScheduleFree(UpdateRule):
     """Adam without a first moment: an average of the iterates stands for it, and for a decaying rate (arXiv 2405.15682, algorithm 1)."""
-
-    @classmethod
-    def from_config(cls, own: None, optimizer: OptimizerConfig) -> Self:
-        return cls(optimizer)
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
         return optax.scale_by_rms(decay=self.settings.beta2, eps=self.settings.eps, eps_in_sqrt=False, bias_correction=True)

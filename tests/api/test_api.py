@@ -179,6 +179,7 @@ def test_module_is_what_a_user_of_flax_expects(model):
 
 
 def test_table_has_rows_and_columns():
+    assert repr(Table([{"step": 1, "\x1b[2J": 2}])) == r"Table(1 rows: step, \x1b[2J)"
     table = Table([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "z": None}])
     assert (table["loss"], table[-1]["step"], table.columns, table[:1]["step"]) == (
         [2.0, 1.5],

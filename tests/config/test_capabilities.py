@@ -304,6 +304,22 @@ def test_a_figure_that_a_transform_does_not_declare_is_an_error_when_the_step_is
             program.lower()
 
 
+STATES = {  # what `write` makes of its state, error
+    "another structure": (lambda own: {"average": own}, r"another structure, at \['average'\]\['embedding_VD'\]"),
+    "another dtype": (lambda own: jax.tree.map(lambda a: a.astype("bfloat16"), own), r"\['embedding_VD'\] as bfloat16.* of float32"),
+    "another shape": (lambda own: jax.tree.map(lambda a: a[:1], own), r"\['embedding_VD'\] as float32\[1, 64\] in place of"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_transform_whose_state_changes_is_one_line_when_the_step_is_traced(name, average, monkeypatch):
+    made, error = STATES[name]
+    monkeypatch.setattr(StochasticAverage, "write", lambda self, params, own, state, first_row: (params, made(own)))
+    with pytest.raises(UserError, match=f"StochasticAverage .*returns a state unlike what it was given: {error}") as caught:
+        tiny_program(1, train={"steps": 4, "swa": {"every": 2}}).lower()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
 def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):
     with pytest.raises(ValueError, match="samples is no section that every config has: choose another key for SwaConfig"):
         maxlm.register(Capability(key="samples.swa", section=SwaConfig))

@@ -1,8 +1,10 @@
 """Parts: values of settings that choose implementations, those of maxlm and those of other packages, by the same record."""
 
 import importlib
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 import maxlm
@@ -72,7 +74,7 @@ def test_an_objective_is_a_branch_of_its_section(registry):
     config = load("runs/quickstart", ["objective={kind: smooth, sharpness: 3}"]).config
     assert config.objective.sharpness == 3 and type(config.objective).__name__ == "TigerConfig"
     assert load("runs/quickstart", ["objective.kind=plain"]).config.objective.kind == "plain"
-    with pytest.raises(ConfigError, match=r"objective = .*must be one of next_token, sft, dpo, smooth, plain; the nearest is smooth"):
+    with pytest.raises(ConfigError, match=r"objective = .*must be one of next_token, sft, dpo, plain, smooth; the nearest is smooth"):
         load("runs/quickstart", ["objective.kind=smoth"])
     assert ("objective.kind", "smooth") in table.identity(config, "").items()
 
@@ -120,8 +122,86 @@ def test_a_place_that_is_not_there_is_one_line(registry):
 
     maxlm.register(tiger(place="nowhere.tiger:Tiger"))
     config = load("runs/quickstart", ["optimizer.name=tiger", "optimizer.muon=null"]).config
-    with pytest.raises(UserError, match=r"optimizer.tiger: place nowhere.tiger:Tiger failed: ModuleNotFoundError") as caught:
+    said = r"optimizer.tiger: place nowhere.tiger:Tiger failed: ModuleNotFoundError.* \(line \d+ of .*test_choices.py\)"
+    with pytest.raises(UserError, match=said) as caught:
         build_optimizer(config)
+    assert "\n" not in str(caught.value)
+
+
+SGD = """
+import optax
+
+from maxlm.training.update_rule import UpdateRule
+from ext_sgd.nothing import absent  # left out in some cases
+
+class Sgd(UpdateRule):
+    def direction(self, axes):
+        return optax.identity()
+
+class Scaled(UpdateRule):
+    def __init__(self, own, optimizer, total_steps):
+        super().__init__(own, optimizer)
+        self.factor = own.sharpness * total_steps
+
+    def direction(self, axes):
+        return optax.scale(self.factor)
+
+class Empty(UpdateRule):
+    pass
+
+class Misspelt(UpdateRule):
+    def __init__(self, own, optimizer, totl_steps):
+        super().__init__(own, optimizer)
+
+    def direction(self, axes):
+        return optax.identity()
+"""
+
+
+@pytest.fixture
+def sgd(registry, tmp_path, monkeypatch):
+    """The function that gives one update of a parameter of 1 with gradient 1 by a class of the module `ext_sgd.rule`."""
+    from maxlm.training.optimizer import build_optimizer
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ext_sgd").mkdir()
+
+    def update(name: str, text: str = SGD.replace("from ext_sgd", "# from ext_sgd"), **fields: Any) -> float:
+        (tmp_path / "ext_sgd" / "rule.py").write_text(text)
+        maxlm.register(tiger(place=f"ext_sgd.rule:{name}", **fields))
+        asked = ["optimizer.muon=null", "optimizer.name=tiger", "optimizer.warmup_steps=0", "optimizer.peak_lr=0.5", "train.steps=10"]
+        given = [] if "section" in fields else ["optimizer.tiger.sharpness=2"]
+        rule = build_optimizer(load("runs/quickstart", [*asked, *given]).config, {"w": ("norm",)})
+        one = {"w": np.float32(1)}
+        found, _ = rule.update(one, rule.init(one), one)
+        return float(found["w"])
+
+    yield update
+    for name in [one for one in sys.modules if one.partition(".")[0] == "ext_sgd"]:
+        del sys.modules[name]
+
+
+def test_the_least_update_rule_is_a_class_with_one_method(sgd):
+    assert sgd("Sgd", section=None) == -0.5
+
+
+def test_an_update_rule_gets_its_section_and_the_settings_that_its_parameters_name(sgd):
+    assert sgd("Scaled") == -0.5 * 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("Sgd", SGD, r"No module named 'ext_sgd.nothing' \(line 5 of .*rule.py\)"),
+        ("Sgd", "x = (\n", r"SyntaxError: .* \(line 1 of .*rule.py\)"),
+        ("Nope", "", r"has no attribute 'Nope' \(line \d+ of .*test_choices.py\)"),
+        ("Empty", SGD.replace("from ext", "#"), r"Empty has no direction, which an update rule needs \(line 19 of .*rule.py\)"),
+        ("Misspelt", SGD.replace("from ext", "#"), r"Misspelt asks for totl_steps, which is no setting .* \(line 22 of .*rule.py\)"),
+    ],
+)
+def test_an_implementation_that_fails_is_named_with_the_line_of_its_package(sgd, name, text, said):
+    with pytest.raises(UserError, match=rf"optimizer.tiger: .*{said}; mend the package that registers optimizer.tiger") as caught:
+        sgd(name, text)
     assert "\n" not in str(caught.value)
 
 

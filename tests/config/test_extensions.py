@@ -5,12 +5,14 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from maxlm.api.configs import load_config
 from maxlm.base.errors import ExitCode
 from maxlm.cli import app
 from maxlm.cluster import progress_file
@@ -118,6 +120,16 @@ def beside_the_config(site):
     load(str(site / "mine.yml"))
 
 
+def archived(site):
+    installed(site / "unpacked", {"ext.py": MARK}, "ext")
+    sys.path[-1] = shutil.make_archive(str(site / "ext"), "zip", site / "unpacked")
+
+
+def dangling(site):
+    installed(site, {"ext/__init__.py": MARK}, "ext")
+    (site / "ext/part.py").symlink_to(site / "nowhere.py")
+
+
 def hidden_by_python(site):
     extensions.accept(paths=[str(write(site, {"json.py": MARK}))])
 
@@ -137,6 +149,12 @@ FOUND = {  # set-up, extensions, error: the module is not found, or may not be l
     "undeclared": (lambda site: installed(site, {"ext.py": MARK}), "[ext]", "the package my-ext holds it and does not declare it"),
     "declared with an object": (lambda site: installed(site, {"ext.py": MARK}, "ext:go"), "[ext]", "my-ext holds it and does not"),
     "declared and absent": (lambda site: installed(site, {}, "ext"), "[ext]", "my-ext 1.5 declares it and does not hold it"),
+    "in folders without __init__.py": (
+        lambda site: installed(site, {"ext/deep/mod.py": MARK}), "[ext.deep.mod]", "my-ext holds it and does not declare it",
+    ),
+    "a folder in a folder": (lambda site: installed(site, {"ext/deep/mod.py": MARK}), "[ext.deep]", "is a folder without __init__.py"),
+    "in an archive": (archived, "[ext]", "cannot be read: .*; mend the file"),
+    "a file that leads nowhere": (dangling, "[ext]", "cannot be read: No such file or directory .*part.py.; mend the file"),
     "another module of a package": (
         lambda site: installed(site, {"ext/__init__.py": MARK, "ext/a.py": MARK, "ext/b.py": MARK}, "ext.a"),
         "[ext.b]",
@@ -287,6 +305,35 @@ def test_a_config_does_not_use_what_another_config_has_loaded(tmp_path):
     assert load_it("ext", settings=("optimizer.name=mine",)).config.optimizer.name == "mine"
 
 
+def test_what_a_config_means_does_not_depend_on_what_was_loaded_before(tmp_path):
+    part = "from maxlm.config.part import Part\nmaxlm.register(Part(kind='optimizer', name='{0}', place='ext:Rule'))\n"
+    labels = SECTION + "    label: str = ''\n"
+    later, first = ((IMPORTS + labels + REGISTER + part.format("mine")).replace("mine", name) for name in ("zeta", "alpha"))
+    installed(tmp_path, {"ext.py": later, "other.py": first}, "ext\nsecond = other")
+    values = {"extends": "runs/quickstart", "extensions": ["ext"]}
+    for _ in range(2):  # text is text before the extension is loaded, too
+        assert load_config(values, "zeta.label=5").zeta.label == "5"
+    config = load_config({"extends": "runs/quickstart"}, "extensions=[other, ext]", "alpha.label=7")
+    assert config.alpha.label == "7" and config.extensions == ("other", "ext")
+    assert [one.key for one in table.capabilities()][-2:] == ["alpha", "zeta"]
+    assert [one.name for one in choices.parts("optimizer")][-2:] == ["alpha", "zeta"]
+
+
+def test_two_extensions_that_register_one_name_are_told_apart(tmp_path):
+    installed(tmp_path, {"ext.py": GOOD, "other.py": GOOD}, "ext\nsecond = other")
+    load_it("ext")
+    with pytest.raises(
+        UserError, match=r"= other .*has mine already \(from the extension ext, which this process has loaded\); choose"
+    ) as caught:
+        load_it("other")
+    assert one_line(caught.value)
+
+
+def test_a_module_in_folders_without_init_is_loaded(tmp_path):
+    extensions.accept(paths=[str(write(tmp_path / "folder", {"ext/deep/mod.py": GOOD}))])
+    assert extensions.of(load_it("ext.deep.mod").config.extensions)[0].records == ("mine",)
+
+
 def test_an_extension_may_import_another_one(tmp_path):
     files = {"ext.py": "import other\n" + GOOD, "other.py": GOOD.replace("mine", "other")}
     installed(tmp_path, files, "ext\nsecond = other")
@@ -305,6 +352,15 @@ def test_the_digest_covers_the_package_and_what_lies_beside_a_module_and_is_impo
         write(tmp_path, {changed: "import dep  # changed\n"})
         seen.append(digest())
     assert len(set(seen)) == 6
+    write(tmp_path, {"apart/part.py": ""})
+    (tmp_path / "ext/link").symlink_to(tmp_path / "apart")
+    (tmp_path / "apart/circle").symlink_to(tmp_path / "ext")
+    seen.append(digest())
+    write(tmp_path, {"apart/part.py": "# changed, behind a link"})
+    assert digest() not in seen
+    seen.append(digest())
+    write(tmp_path, {"data/deep/table.json": ""})
+    (tmp_path / "ext/data").symlink_to(tmp_path / "data")
     write(tmp_path, {"other.py": "# changed", "ext/__pycache__/mod.pyc": "x", "ext/.mod.py.swp": "x", "ext/notes.md": "x"})
     assert digest() == seen[-1]
 

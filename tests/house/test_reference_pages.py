@@ -50,14 +50,16 @@ def test_pages_that_differ_are_written(tmp_path):
 def test_every_command_has_examples_that_its_parser_takes():
     commands = dict(commands_of(app))
     assert set(commands) == set(EXAMPLES)
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(app)  # one object a process (tests/conftest.py): a command keeps the help option of its first context
+    outer = group.make_context("maxlm", ["path"])
     for example in (example for examples in EXAMPLES.values() for example in examples):
         program, *words = shlex.split(example.partition(" > ")[0])
         assert program == "maxlm"
         command, arguments = group, words
         while hasattr(command, "commands"):
             command, arguments = command.commands[arguments[0]], arguments[1:]
-        command.make_context(command.name, list(arguments))
+        inner = command.make_context(command.name, list(arguments), parent=outer)
+        assert "-h" in command.get_help_option(inner).opts
 
 
 def test_configs_of_examples_exist():

@@ -2,10 +2,14 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
 from source_files import ROOT, SOURCES, nodes_of
+
+from maxlm.base.host import python_command
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "pty", "commands"}
 BANNED_NAMES = {"eval", "exec", "compile", "__import__"}  # as builtins; methods such as jax's .compile() are something else
@@ -125,3 +129,20 @@ def test_names_in_commands_to_type_are_quoted_for_the_shell():
         """f"Use it: maxlm train {a}; or `maxlm plan CONFIG --topology {b} --calibration {c}`, {d}. maxlm report {shlex.quote(e)} {f}" """
     )
     assert unquoted(ast.walk(ast.parse(planted))) == ["a", "b", "c", "f"]
+
+
+def test_no_command_of_python_finds_modules_where_it_is_started_unless_this_process_does(tmp_path, monkeypatch):
+    ours = [path for path in SOURCES if path.is_relative_to(ROOT / "maxlm") and path.name != "host.py"]
+    lists = [(path, node) for path in ours for node in nodes_of(path) if isinstance(node, ast.List)]
+    assert [f"{path}:{node.lineno}" for path, node in lists if _begins_with_python(node)] == [], "use maxlm.base.host.python_command"
+    (tmp_path / "yaml.py").write_text("raise SystemExit('a file of the folder')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    ended = subprocess.run(python_command("-c", "import yaml; print(yaml.__name__)"), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "yaml\n"), ended.stderr
+    sys.path.insert(0, "")
+    assert python_command("-m", "maxlm") == [sys.executable, "-m", "maxlm"], "a clone that is not installed works where it lies"
+
+
+def _begins_with_python(node: ast.List) -> bool:
+    return bool(node.elts) and ast.unparse(node.elts[0]) == "sys.executable"

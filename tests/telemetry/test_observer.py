@@ -18,13 +18,13 @@ from maxlm.telemetry.observer import Event, Observers
 
 
 class Recorder:
-    def __init__(self, fails_in=()):
-        self.seen, self.fails_in = [], fails_in
+    def __init__(self, fails_in=(), error=ValueError):
+        self.seen, self.fails_in, self._error = [], fails_in, error
 
     def _note(self, method, item):
         self.seen.append((method, item))
         if method in self.fails_in:
-            raise ValueError(f"no {method}")
+            raise self._error(f"no {method}")
 
     def on_step(self, item):
         self._note("on_step", item)
@@ -40,9 +40,10 @@ def steps_seen(observer):
     return [item.step for method, item in observer.seen if method == "on_step"]
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["on_step", "on_event", "close"])
-def test_a_failing_observer_is_logged_once_and_switched_off(method, caplog, record):
-    before, bad, after = Recorder(), Recorder({method}), Recorder()
+def test_a_failing_observer_is_logged_once_and_switched_off(method, error, caplog, record):
+    before, bad, after = Recorder(), Recorder({method}, error), Recorder()
     observers = Observers([before, bad, after])
     with caplog.at_level(logging.ERROR):
         for step in range(3):

@@ -12,14 +12,16 @@ import optax
 import pytest
 from tiny import drawn_parameters, tiny_config
 
+import maxlm
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
-from maxlm.config import ConfigError, choices
+from maxlm.config import ConfigError, UserError, choices, table
+from maxlm.config.part import Part
 from maxlm.config.sections.optimizer import MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 from maxlm.config.table import identity
 from maxlm.cost.model_shapes import parameter_leaves
-from maxlm.models import parameter_axes
+from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.parallel import build_mesh
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
@@ -27,6 +29,7 @@ from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.schedule_free import averaged
 from maxlm.training.soap import scale_by_soap
 from maxlm.training.state_paths import state_shardings
+from maxlm.training.update_rule import UpdateRule
 
 UPDATES = 50
 MODEL = {
@@ -54,6 +57,51 @@ def config_of(name, mesh=None, **optimizer):
     settings = {"name": name, "warmup_steps": None, "schedule": "constant", "eps": 1e-6, **OWN.get(name, {}), **optimizer}
     stages = {"train": {"microbatches": 2}} if (mesh or {}).get("stage", 1) > 1 else {}
     return tiny_config(model=MODEL, optimizer=settings, mesh=mesh or {}, **stages)
+
+
+WRONG = {  # what an update returns for updates and state, error
+    "a state of another structure": (lambda g, s: (g, (s, s)), r"a state unlike .*: another structure, at \[0\]"),
+    "a state of another dtype": (lambda g, s: (g, s + 0.5), r"a state unlike .*: it as float32\[\] in place of int32\[\]"),
+    "updates that would be broadcast": (
+        lambda g, s: (jax.tree.map(lambda x: x[:1], g), s),
+        r"updates unlike .* as \[1, 16\] in place of .*",
+    ),
+    "updates of other parameters": (lambda g, s: ({"mine": g}, s), r"updates unlike .*: another structure, at \['mine'\].*"),
+    "updates in another container": (lambda g, s: (tuple(g.values()), s), r"updates unlike .*: another structure, at .*"),
+}
+
+
+class Mine(UpdateRule):
+    returned = None
+
+    @classmethod
+    def from_config(cls, own, optimizer):
+        return cls(optimizer)
+
+    def direction(self, axes):
+        return optax.GradientTransformation(
+            lambda params: jnp.int32(0), lambda gradient, state, params=None: Mine.returned(gradient, state)
+        )
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(choices, "registered", [])
+        table.clear()
+        yield
+    table.clear()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_updates_or_a_state_of_a_registered_rule_that_do_not_fit_are_one_line(name, registry, monkeypatch):
+    returned, error = WRONG[name]
+    maxlm.register(Part(kind="optimizer", name="mine", place=f"{__name__}:Mine"))
+    monkeypatch.setattr(Mine, "returned", returned)
+    optimizer, params = build_optimizer(config_of("mine")), abstract_parameters(config_of("mine").model)
+    with pytest.raises(UserError, match=f"optimizer.name = mine returns {error}; mend its `direction`") as caught:
+        jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
 def axes_of(config):

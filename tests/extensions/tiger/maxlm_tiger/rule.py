@@ -1,13 +1,12 @@
 """The update rule."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.models import Parameters
 from maxlm.training.update_rule import UpdateRule
 from maxlm_tiger import TigerConfig
@@ -23,20 +22,16 @@ class TigerState(NamedTuple):
 class Tiger(UpdateRule):
     """sign(m), m <- b m + (1 - b) g."""
 
-    def __init__(self, tiger: TigerConfig, optimizer: OptimizerConfig) -> None:
-        super().__init__(optimizer)
-        self._momentum = tiger.momentum
-
-    @classmethod
-    def from_config(cls, tiger: TigerConfig, optimizer: OptimizerConfig) -> Self:
-        return cls(tiger, optimizer)
+    own: TigerConfig
 
     def direction(self, axes: Parameters) -> optax.GradientTransformation:
+        momentum = self.own.momentum
+
         def init(params: Parameters) -> TigerState:
             return TigerState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
         def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, TigerState]:
-            mu = jax.tree.map(lambda m, g: self._momentum * m + (1 - self._momentum) * g, state.mu, grads)
+            mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, grads)
             return jax.tree.map(jnp.sign, mu), TigerState(state.updates + 1, mu)
 
         return optax.GradientTransformation(init, update)
