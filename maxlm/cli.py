@@ -13,6 +13,7 @@ import typer
 import maxlm
 from maxlm.base.errors import UserError, printable, shorten
 from maxlm.base.host import python_command
+from maxlm.base.installing import install_command
 from maxlm.command_examples import add_examples
 from maxlm.command_line import run_app, weights_kind
 from maxlm.config import extensions
@@ -277,11 +278,11 @@ def report_corpus(output: Annotated[Path, typer.Argument(metavar="FOLDER", help=
 @contextmanager
 def _needs_corpus() -> Iterator[None]:
     if missing := [name for name in CORPUS_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"maxlm corpus needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}: pip install 'maxlm[corpus]'.")
+        raise UserError(f"maxlm corpus needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}: {install_command('corpus')}.")
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"maxlm corpus needs the package {error.name}: pip install 'maxlm[corpus]'.") from None
+        raise UserError(f"maxlm corpus needs the package {error.name}: {install_command('corpus')}.") from None
 
 
 @data_app.command()

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^()\s#]+)(#[^()\s]*)?\)")
+CARD = re.compile(r"^:::\{grid-item-card\} (?P<title>.*)\n:link: (?P<page>.*)\n(?::.*\n)*(?P<text>(?:(?!:::).*\n)*):::$", re.MULTILINE)
+GRID = re.compile(r"^::::.*\n(?::[a-z].*\n)*", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n(?P<options>(?::.*\n)*)(?P<pages>(?:(?!```).*\n)*)```$", re.MULTILINE)
 SUMMARY = "Pretraining, fine-tuning and evaluation of transformers in JAX, on TPU pods, GPU clusters and a laptop."
 
 
@@ -27,6 +30,18 @@ def without_source_links(text: str, page: Path, docs: Path) -> str:
     return LINK.sub(replaced, text)
 
 
+def without_directives(text: str) -> str:
+    """Replace the cards and lists of pages that Sphinx renders by lists of links."""
+
+    def listed(match: re.Match[str]) -> str:
+        if ":hidden:" in match["options"]:
+            return ""
+        return "\n".join(f"- [{name}]({name}.md)" for name in match["pages"].split())
+
+    text = CARD.sub(lambda card: f"- [{card['title']}]({card['page']}.md): {card['text'].strip()}", text)
+    return TOCTREE.sub(listed, GRID.sub("", text)).rstrip() + "\n"
+
+
 def read_source(app: Any, docname: str, source: list[str]) -> None:
     """Replace links to source files before MyST parses a page."""
     page = Path(app.env.doc2path(docname))
@@ -37,7 +52,7 @@ def read_source(app: Any, docname: str, source: list[str]) -> None:
 def markdown_of(page: Path, docs: Path) -> str:
     """The text of a page, or of a notebook its cells."""
     if page.suffix == ".md":
-        return without_source_links(page.read_text(encoding="utf-8"), page, docs)
+        return without_directives(without_source_links(page.read_text(encoding="utf-8"), page, docs))
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
     texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
     return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts) + "\n"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.base.errors import UserError
+from maxlm.base.installing import install_command
 from maxlm.compiler import gpu_compiler, program_cache
 from maxlm.compiler.hidden_stderr import hidden_stderr
 from maxlm.config.schema import Config
@@ -260,7 +261,7 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
     if not topology.is_tpu:
         return gpu_compiler.devices(topology)
     if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
-        raise UserError("libtpu, which holds the TPU compiler, is not installed: run pip install -e '.[tpu]' (no TPU is needed).")
+        raise UserError(f"libtpu, which holds the TPU compiler, is not installed: run {install_command('tpu')} (no TPU is needed).")
     leave_chips_alone()
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies

@@ -1,8 +1,8 @@
 """XLA's compiler for NVIDIA GPUs, without a GPU: where it is installed, and how jax finds it.
 
 It is jax's CUDA plugin at jax's version (jax-cuda13-plugin, jax-cuda13-pjrt, without their dependencies) and nvidia-cuda-nvcc;
-nvidia-cuda-nvdisasm shows kernels' code. `make gpu-compiler` installs them outside jax's path, since jax looks for a GPU wherever it finds
-its plugin.
+nvidia-cuda-nvdisasm shows kernels' code. `gpu_compiler_command` installs them outside jax's path, since jax looks for a GPU wherever it
+finds its plugin.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.base.errors import UserError
+from maxlm.base.installing import GPU_COMPILER, gpu_compiler_command
 from maxlm.hardware.chips import Chip, facts
 from maxlm.hardware.topologies import Topology
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     import jax
 
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-_APART = Path(sys.prefix) / "gpu-compiler"  # what `make gpu-compiler` makes
-_PACKAGES = _APART if _APART.exists() else Path(sysconfig.get_paths()["purelib"])
+_PACKAGES = GPU_COMPILER if GPU_COMPILER.exists() else Path(sysconfig.get_paths()["purelib"])
 _TOOLS = _PACKAGES / "nvidia" / "cu13" / "bin"  # where the package index's ptxas and nvdisasm lie
 
 # stream_executor's GpuTargetConfigProto, as NVIDIA's white papers and XLA's own descriptions have it
@@ -42,9 +42,9 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_descripti
 def missing() -> str:
     """An error message that names what must be installed to compile for a GPU; empty if nothing is missing."""
     if not (_PACKAGES / "jax_cuda13_plugin").exists():
-        return "jax's CUDA plugin is not installed: make gpu-compiler"
+        return f"jax's CUDA plugin is not installed: {gpu_compiler_command()}"
     tools = [name for name in ("nvdisasm", "ptxas") if not (_TOOLS / name).exists()]
-    return f"{' and '.join(tools)} of the package index are not installed: make gpu-compiler" if tools else ""
+    return f"{' and '.join(tools)} of the package index are not installed: {gpu_compiler_command()}" if tools else ""
 
 
 def devices(topology: Topology) -> tuple["jax.Device", ...]:

@@ -273,10 +273,20 @@ def find(name: str) -> Path:
     known = shipped()
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
+    alike = get_close_matches(spelt[:SHOWN], _siblings(Path(spelt)), n=3, cutoff=0.8)
+    closest = [folder for folder in alike if _is((Path(folder) / RUN_CONFIG).is_file)] or closest
     near = inside or closest or [config for config in known if config.startswith("runs/")]
     kind = next(filter(None, map(irregular, candidates)), "")
     problem = f"is a folder without {RUN_CONFIG}" if kind == "a folder" else f"is {kind}" if kind else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
+
+
+def _siblings(path: Path) -> list[str]:
+    """Files and folders in the folder of `path`; none where it cannot be read."""
+    try:
+        return sorted(file.as_posix() for file in path.parent.iterdir())
+    except OSError:
+        return []
 
 
 def is_run(name: str) -> bool:

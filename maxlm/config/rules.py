@@ -97,16 +97,25 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     return sizes
 
 
-def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits."""
-    sizes = resolve_mesh(config.mesh, n_devices)
-    _refuse(_divides(config, sizes), sources or {})
+def check_devices(config: Config, n_devices: int | None, sources: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits.
+
+    `n_devices`: None if it is not known. An axis of -1 then counts as 1: a size that does not divide is wrong for every larger mesh, too.
+    """
+    sizes = config.mesh.sizes()
+    partial = n_devices is None and -1 in sizes.values()
+    if partial:
+        sizes = {axis: max(size, 1) for axis, size in sizes.items()}
+    else:
+        sizes = resolve_mesh(config.mesh, n_devices or math.prod(sizes.values()))
+    _refuse(_divides(config, sizes, partial=partial), sources or {})
     return sizes
 
 
-def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """Sizes of mesh axes that do not divide what they split: by the rules of the sections, and by the table of axes."""
-    yield from problems(config, "mesh_rules", sizes=sizes)
+def _divides(config: Config, sizes: Mapping[str, int], *, partial: bool) -> Iterator[Problem]:
+    """Sizes of mesh axes that do not divide what they split: by the rules of the sections, unless `partial`, and by the table of axes."""
+    if not partial:
+        yield from problems(config, "mesh_rules", sizes=sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:

@@ -11,6 +11,7 @@ from maxlm.config import extensions
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
 from maxlm.config.loader import RUN_CONFIG, LoadedConfig, is_run, load, parse_saved, read_text, writer_of
+from maxlm.config.rules import check_devices
 from maxlm.config.schema import ModelConfig
 from maxlm.config.table import inert
 
@@ -46,6 +47,8 @@ def answer(count: Count, name: str, overrides: Sequence[str], diff: str | None, 
     if diff is not None and not overrides and all(map(is_run, (name, diff))):
         return _runs_compared(count, (name, diff), warn, as_json=as_json)
     loaded = load(name, overrides, assume=True)
+    if loaded.config.cluster is None:  # else `load` has checked the mesh against it
+        check_devices(loaded.config, None, loaded.sources)
     other = load(diff, assume=True) if diff is not None else None
     for one in (loaded, other):
         if one is not None and one.writer is not None:

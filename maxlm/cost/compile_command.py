@@ -108,5 +108,5 @@ def load_for_machine(
     loaded = read(source, settings, any_mesh=any_mesh, assume=assume)
     if loaded.config.cluster is None:
         name = source if isinstance(source, str) else "the config"
-        raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
+        raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as v5p-128 (TPUs) or h100x8 (GPUs).")
     return loaded, rules.topology_of(loaded.config)

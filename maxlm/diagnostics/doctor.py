@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from maxlm.base.errors import shorten
 from maxlm.base.host import host_memory, python_command
+from maxlm.base.installing import install_command
 from maxlm.base.paths import is_remote
 from maxlm.cluster.accelerators import Accelerator, find_accelerators, remedy
 from maxlm.config.extension_files import GROUP, Declared, declared
@@ -132,7 +133,7 @@ def python_finding(version: tuple[int, ...]) -> Finding:
 
 def package_findings(requirements: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
     """Check that every package of `requirements`, as `name>=version`, is installed and new enough."""
-    fix = f"run {_install(None)}"
+    fix = f"run {install_command()}"
     good = []
     for name, wanted in re.findall(r"^([\w.-]+)\s*(?:>=([\w.]+))?\s*$", "\n".join(requirements), re.MULTILINE):
         version = version_of(name)
@@ -150,7 +151,7 @@ def device_findings(
 ) -> Iterator[Finding]:
     """Report the devices of jax, and every accelerator of the machine that jax does not use."""
     if devices["error"]:
-        fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else f"run {_install(None)} again"
+        fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else f"run {install_command()} again"
         yield Finding("devices", "problem", devices["error"], fix)
     for kind, count in Counter((device["kind"], device["memory_bytes"]) for device in devices["devices"]).items():
         yield _device_finding(devices["platform"], *kind, count)
@@ -158,7 +159,7 @@ def device_findings(
         if devices["platform"] == PLATFORMS[accelerator.kind]:
             continue
         plugin = next((f"{name} {versions[name]}" for name in PLUGINS[accelerator.kind] if versions.get(name)), None)
-        fix = remedy(accelerator, plugin, f"run {_install(accelerator.kind)}", platforms)
+        fix = remedy(accelerator, plugin, f"run {install_command(accelerator.kind)}", platforms)
         hidden = fix.startswith("unset")  # perhaps intended
         name = {"tpu": "TPU", "cuda": "NVIDIA GPU"}[accelerator.kind]
         yield Finding(name, "warning" if hidden else "problem", f"is present ({accelerator.trace}), and jax does not use it", fix)
@@ -184,7 +185,7 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
             if version is None:
                 continue
             if name.startswith("jax-") and jaxlib is not None and version != jaxlib:  # released together
-                fix = f"run {_install('cuda')} again"
+                fix = f"run {install_command('cuda')} again"
                 yield Finding(name, "problem", f"is {version}, and must be {jaxlib} as jaxlib is", fix)
             else:
                 yield Finding(name, "ok", version)
@@ -255,13 +256,6 @@ def disk_finding(free: int, folder: Path) -> Finding:
     if free < LOW_DISK:
         return Finding("disk", "warning", space, "checkpoints of a larger model fill this: a parameter takes 12 bytes in each")
     return Finding("disk", "ok", space)
-
-
-def _install(extra: str | None) -> str:
-    """Return the pip command that installs maxlm with an extra, from a clone or the registry as now."""
-    suffix = f"[{extra}]" if extra else ""
-    clone = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
-    return f"pip install -e '.{suffix}' in the clone" if clone else f"pip install 'maxlm{suffix}'"
 
 
 def _version(name: str) -> str | None:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from maxlm.base.errors import UserError
+from maxlm.base.installing import install_command
 
 UTF8_SHARE = 4  # valid characters per wrong byte from which damaged UTF-8 is likelier than another encoding
 PIECE = 16384  # characters that are normalised at once, up to the next line feed
@@ -85,8 +86,8 @@ def optional(module: str, what: str, package: str = "maxlm[corpus]") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0] if package == "maxlm[corpus]" else package
-        shown = f"'{package}'" if "[" in package else package
-        raise UserError(f"{what} needs the package {name}, which is not installed: pip install {shown}.") from error
+        command = install_command("corpus") if package == "maxlm[corpus]" else f"pip install {package}"
+        raise UserError(f"{what} needs the package {name}, which is not installed: {command}.") from error
 
 
 class Decoded(NamedTuple):

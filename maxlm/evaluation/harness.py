@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maxlm.base.errors import UserError, show
+from maxlm.base.installing import install_command
 from maxlm.config.table import weights_kinds
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model
@@ -21,7 +22,7 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    print(f"maxlm: lm-evaluation-harness cannot be imported ({error}): pip install 'maxlm[eval]'.", file=sys.stderr)
+    print(f"maxlm: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}.", file=sys.stderr)
     sys.exit(2)
 
 OF_HARNESS = ("batch_size", "max_batch_size", "device")

@@ -49,14 +49,15 @@ the report show the same names. Means are over the updates since the record befo
 DECLARED = """
 ## Metrics of objectives, experts and measurements
 
-These are declared as `Metric` where they are computed, and recorded where the config asks for them. A vector is recorded entry by entry, as
-`name_1` and so on.
+These are declared as `Metric` where they are computed, and recorded where the config asks for them. `NAME_N` stands for the
+entries of a vector, `NAME_1` and so on.
 
 | name | unit | | declared in |
 |---|---|---|---|
 """
 # Figures of a record that no declaration describes.
 FIGURES = {
+    "batch_digest": "Fingerprint of the tokens of the last update's batch; equal batches have the same on any mesh.",
     "skipped": "Updates that were not applied, since the start of the run. Unit: updates.",
     "global_batch": "Sequences of the update's batch, with `train.batch_ramp`. Unit: sequences.",
     "data_read_s": "Part of `data_wait_s` in which the store was read. Unit: seconds.",
@@ -135,7 +136,7 @@ def _metrics() -> Iterator[str]:
         yield f"| `{name}` | {description.unit} | {_cell(description.text)} |\n"
     yield DECLARED
     for metric, module in declared_metrics():
-        yield f"| `{metric.name}` | {metric.unit} | {_cell(metric.title)}. | `{module}` |\n"
+        yield f"| `{metric.name}{'_N' * bool(metric.entries)}` | {metric.unit} | {_cell(metric.title)}. | `{module}` |\n"
 
 
 def declared_metrics() -> list[tuple[Metric, str]]:
@@ -152,11 +153,13 @@ def declared_metrics() -> list[tuple[Metric, str]]:
 
 
 def _declared_in(tree: ast.AST, names: Mapping[str, Any]) -> Iterator[Metric]:
-    """Metrics of the calls in a syntax tree; the entries of a vector, which depend on the model, are left out."""
+    """Metrics of the calls in a syntax tree; the entries of a vector, which depend on the model, are `N`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Metric":
             known = {word.arg: word.value for word in node.keywords if word.arg and word.arg != "entries"}
-            yield Metric(*(_value(one, names) for one in node.args), **{name: _value(one, names) for name, one in known.items()})
+            entries = ("N",) if any(word.arg == "entries" for word in node.keywords) else ()
+            values = {name: _value(one, names) for name, one in known.items()} | {"entries": entries}
+            yield Metric(*(_value(one, names) for one in node.args), **values)
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.installing import install_command
 from maxlm.config.sections.trackio import TrackioConfig
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tracker import Tracker, digest_of
@@ -31,7 +32,7 @@ class TrackioObserver(Tracker):
         spec = importlib.util.find_spec("trackio")
         if spec is None or spec.origin is None:  # a folder of that name is no package
             raise ConfigError(
-                "trackio.project", trackio.project, "the package trackio is not installed", "run `pip install 'maxlm[trackio]'`"
+                "trackio.project", trackio.project, "the package trackio is not installed", f"run {install_command('trackio')}"
             )
         address = os.environ.get(SERVER)
         if not address or os.environ.get(SPACE):  # the Space takes precedence

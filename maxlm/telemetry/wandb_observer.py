@@ -8,6 +8,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from maxlm.base.errors import ConfigError
+from maxlm.base.installing import install_command
 from maxlm.config.sections.wandb import WandbConfig
 from maxlm.telemetry.observer import CLOSE_S
 from maxlm.telemetry.run_dir import RunDirectory
@@ -18,7 +19,7 @@ def check_wandb(project: str) -> None:
     """Raise ConfigError without the package, or without the API key, which only WANDB_MODE=offline makes unnecessary."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder named wandb, which wandb itself makes, is no package
-        raise ConfigError("wandb.project", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
+        raise ConfigError("wandb.project", project, "the package wandb is not installed", f"run {install_command('wandb')}")
     if os.environ.get("WANDB_MODE", "online") == "online" and not _has_key():
         rule = "no API key was found in WANDB_API_KEY or ~/.netrc"
         raise ConfigError("wandb.project", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")

@@ -12,6 +12,7 @@ import pytest
 
 from maxlm import __version__, cli, command_line
 from maxlm.base.errors import ExitCode
+from maxlm.base.installing import install_command
 from maxlm.command_line import settings_named
 from maxlm.config import load
 from maxlm.config.fields import flatten
@@ -229,7 +230,7 @@ def test_packages_of_the_corpus_that_are_missing_are_named_together_before_anyth
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in ("ftfy", "chardet") else find(name, *more))
     code, _, err = end(monkeypatch, capsys, "corpus", *verb)
-    assert (code, err) == (2, "maxlm: maxlm corpus needs the packages chardet, ftfy: pip install 'maxlm[corpus]'.\n")
+    assert (code, err) == (2, f"maxlm: maxlm corpus needs the packages chardet, ftfy: {install_command('corpus')}.\n")
 
 
 def test_every_package_that_the_corpus_imports_is_asked_for():

@@ -16,6 +16,7 @@ from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, load_saved, saved_text
 from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, MemoryConfig, SamplesConfig
+from maxlm.config.show import answer
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
 BASE = """
@@ -306,6 +307,31 @@ def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology
     assert check_devices(config, devices)["data"] == devices // 4
     with pytest.raises(UserError, match=f"number of devices, {devices}"):
         load("base", [*said, "mesh.data=3"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (["mesh.fsdp=5"], "train.global_batch = 8"),
+        (["mesh.fsdp=1", "mesh.tensor=3"], "mesh.tensor = 3"),
+        (["mesh.tensor=3"], "mesh.tensor = 3"),  # and fsdp = -1
+        (["mesh.fsdp=4"], ""),
+        (["mesh.tensor=2"], ""),
+    ],
+)
+def test_a_mesh_that_no_number_of_devices_makes_right_is_refused_without_a_cluster(write, sizes, said):
+    write(base=BASE)
+    config = load("base", sizes).config  # generation uses no batch of the training: only `maxlm config` and the trainer refuse it
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        check_devices(config, None)
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        answer(lambda *_: {}, "base", sizes, None, print, as_json=False)
+
+
+def test_a_misspelt_folder_of_a_run_is_answered_with_the_run(write):
+    write(base=BASE, runs__mine__config=BASE, runs__mind__other=BASE)
+    with pytest.raises(UserError, match=r"runs/mien does not exist: .* such as runs/mine\.$"):
+        load("runs/mien")
 
 
 def config_command(*arguments: str) -> str:

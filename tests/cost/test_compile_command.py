@@ -278,7 +278,7 @@ def test_a_model_no_mesh_holds_is_told_by_how_much(capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], ["names no cluster", "--topology v5p:4x4x4"]),
+        ([], ["names no cluster", "--topology, such as v5p-128 (TPUs) or h100x8 (GPUs)"]),
         (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4, v5p:4x4x8, v5p:4x8x8"]),
         (["--topology", "v7:4x4"], ["no chip 'v7'", "v5p:4x4x4"]),
         (["--topology", "["], ["cluster.topology", "no chip"]),

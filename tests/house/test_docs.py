@@ -1,6 +1,7 @@
 """Pages of docs/: links and anchors lead somewhere, every page is in one table of contents, commands, options and settings exist."""
 
 import re
+import runpy
 import shlex
 from collections import Counter
 from functools import cache
@@ -243,3 +244,13 @@ def test_what_is_wrong_is_seen():
     assert wrong_words(words_of("maxlm launch --restarts 3 -- train runs/mine --colour train.steps=3")) == ["--colour"]
     assert wrong_words(words_of(".venv/bin/maxlm train runs/mine train.steps=3 mesh.fsdp=2")) == []
     assert wrong_keys([config_class()], {"train": {"steps": 3, "stepz": 3}}, "") == ["train.stepz"]
+
+
+def test_the_markdown_copy_of_a_page_has_no_directive():
+    """Sphinx renders grids and lists of pages; a copy of the text has lists of links in their place."""
+    site = runpy.run_path(str(DOCS / "_ext" / "maxlm_site.py"))
+    for page in sorted(DOCS.rglob("*.md")):
+        copy = site["markdown_of"](page, DOCS)
+        assert not re.search(r"^:|^```\{", copy, re.MULTILINE), name_of(page)
+    assert "- [Tutorials](tutorials/index.md): Lessons to follow" in site["markdown_of"](DOCS / "index.md", DOCS)
+    assert "- [from-maxtext](from-maxtext.md)" in site["markdown_of"](DOCS / "how-to" / "index.md", DOCS)

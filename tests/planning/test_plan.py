@@ -265,7 +265,7 @@ def test_every_kind_of_chip_is_compared(capfd, answers):
     ("arguments", "said"),
     [
         (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4"]),
-        ([], ["names no cluster", "--topology v5p:4x4x4"]),
+        ([], ["names no cluster", "--topology, such as v5p-128 (TPUs) or h100x8 (GPUs)"]),
         (["--topology", "h100:1x2x8"], ["h100:1x2x8", "write it as in h100:2x8"]),
         (["--topology", "v5e:2x2", "--calibration", "absent.json"], ["--calibration absent.json cannot be read"]),
         (["--calibrate"], ["--calibrate measures this machine"]),

@@ -86,7 +86,7 @@ def test_an_observer_that_fails_stops_nothing(tmp_path, monkeypatch, record):
 
 def test_without_the_package_it_is_refused_in_a_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"trackio\.project = .*not installed; run `pip install 'maxlm\[trackio\]'`"):
+    with pytest.raises(ConfigError, match=r"trackio\.project = .*not installed; run pip install .*\[trackio\]'"):
         TrackioObserver.check(TrackioConfig(project="p"))
 
 

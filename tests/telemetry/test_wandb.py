@@ -107,7 +107,7 @@ def test_a_service_that_is_not_reached_is_tried_again(observed, record):
 
 def test_without_the_package_it_is_refused_in_a_line(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"wandb\.project = .*not installed; run `pip install 'maxlm\[wandb\]'`"):
+    with pytest.raises(ConfigError, match=r"wandb\.project = .*not installed; run pip install .*\[wandb\]'"):
         check_wandb("p")
     monkeypatch.undo()
     if not installed():

@@ -54,7 +54,9 @@ RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICA
 
 
 class MeshConfig(Section):
-    """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
+    """Sizes of the named mesh axes. One may be -1: whatever devices are left; rules of its size are then checked where the number of
+    devices is known: by `cluster.topology`, or when the run starts.
+    """
 
     data: Int = 1
     """Replicas of the model, each with a share of the batch (data parallelism); -1: all devices that the other axes leave. Unit: devices.

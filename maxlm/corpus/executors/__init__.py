@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 from maxlm.base.errors import UserError
+from maxlm.base.installing import install_command
 from maxlm.corpus.engine import Executor
 from maxlm.corpus.settings import CorpusSettings
 
@@ -24,7 +25,7 @@ def make_executor(settings: CorpusSettings, say: Callable[[str], None]) -> Execu
             return RayExecutor(settings.ray, workers, say)
     except ModuleNotFoundError as error:
         extra = "corpus-slurm" if settings.slurm is not None else "corpus-ray"
-        raise UserError(f"{extra.partition('-')[2]}: needs the package {error.name}: pip install 'maxlm[{extra}]'.") from None
+        raise UserError(f"{extra.partition('-')[2]}: needs the package {error.name}: {install_command(extra)}.") from None
     from maxlm.corpus.executors.local import LocalExecutor
 
     return LocalExecutor(workers or len(os.sched_getaffinity(0)), say)

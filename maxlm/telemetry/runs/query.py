@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.base.errors import UserError, printable, shorten
 from maxlm.base.host import host_memory
+from maxlm.base.installing import install_command
 from maxlm.telemetry.runs.listing import Row, aligned, ascii_json
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def check_installed() -> None:
     """Raise UserError without the package."""
     spec = importlib.util.find_spec("duckdb")
     if spec is None or spec.origin is None:  # a folder of that name is no package
-        raise UserError("maxlm query needs DuckDB, which is not installed: run `pip install 'maxlm[query]'`.")
+        raise UserError(f"maxlm query needs DuckDB, which is not installed: run {install_command('query')}.")
 
 
 def answer(sql: str, rows: Sequence[Row], notes: list[str], *, form: str, timeout_s: float) -> Iterator[str]:
@@ -116,8 +117,11 @@ class _Limit:
 
 def _sentence(error: Exception) -> str:
     """First line of an error of DuckDB, and where to look."""
+    import duckdb
+
     first = " ".join(line for line in str(error).split("\n\n")[0].splitlines() if line.strip())
-    return f'query: {shorten(first)} (`maxlm query "describe metrics"` lists the columns of a table).'
+    unknown = isinstance(error, duckdb.BinderException | duckdb.CatalogException)
+    return f"query: {shorten(first)}" + (' (`maxlm query "describe metrics"` lists the columns of a table).' if unknown else "")
 
 
 def _names(connection: "duckdb.DuckDBPyConnection") -> list[str]:
