@@ -78,7 +78,9 @@ class DataConfig(Section):
 def _problems(data: DataConfig, run: RunConfig, checkpoint_dir: str | None, model_max_seq_len: int | None) -> Problems:
     if (data.store is None) == (data.mixture is None):
         fix = (
-            "set one of them" if data.store is None else "write data.mixture=null to train on the store, or data.store=null on the mixture"
+            "set one of them (python://NAME where a program gives the batches)"
+            if data.store is None
+            else "write data.mixture=null to train on the store, or data.store=null on the mixture"
         )
         yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", fix
     if data.prepare is not None and data.store is None:
