@@ -59,6 +59,7 @@ class _Shared(ctypes.Structure):
         ("signs_of_life", ctypes.c_ulong),
         ("silence", ctypes.c_double),  # seconds without a sign of life that are too many; 0: no limit
         ("hung_until", ctypes.c_double),  # time of `time.monotonic` at which the process is ended as hung; 0: it is not
+        ("shown", ctypes.c_int),  # the monitor has printed the stacks of the process
         ("stacks_file", ctypes.c_char * 4096),  # its path, or ""
     )
 
@@ -199,6 +200,11 @@ def hung(seconds: float) -> bool:
         return False
     faulthandler.dump_traceback(_stacks, all_threads=True)
     _shared.hung_until = time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        os.write(_monitor[1], b"\0")  # the number of no signal wakes the monitor, which would look only when this process has ended
+    until = time.monotonic() + _LOOK_SECONDS
+    while not _shared.shown and time.monotonic() < until:
+        time.sleep(0.01)
     return True
 
 
@@ -364,6 +370,7 @@ class _Monitor:
         self.shown = True
         self._say("the stacks of all threads:")
         self._print(os.pread(_stacks, 1 << 24, 0))
+        _shared.shown = 1
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG and not self.shown:

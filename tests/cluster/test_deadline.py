@@ -209,6 +209,15 @@ def test_a_hang_that_is_known_is_shown_at_once_and_ended_later(run, tmp_path):
     assert " in command\n" in stacks.read_text()
 
 
+def test_stacks_are_shown_before_a_process_that_hangs_can_end(run, tmp_path):
+    """The monitor looks every two seconds, and the watchdog may end the process sooner."""
+    stacks = tmp_path / "stacks.txt"
+    process = run(f"deadline.stacks_to(__import__('pathlib').Path({str(stacks)!r}))\n    deadline.hung(60); __import__('os')._exit(5)")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 5 and said.count("the stacks of all threads") == 1
+    assert " in command\n" in stacks.read_text()
+
+
 def test_sigabrt_from_outside_ends_a_process_whose_aborts_are_delayed(run):
     """Also while it holds the interpreter's lock. Before the delay is over the process may hear why."""
     processes, began = [run(f"deadline.delay_aborts(); {busy}") for busy in (IN_PYTHON, IN_C_WITH_THE_LOCK)], time.monotonic()
