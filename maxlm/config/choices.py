@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -17,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from maxlm.base.errors import UserError
+from maxlm.base.paths import read_file
 from maxlm.config.capability import Capability, load
 from maxlm.config.part import KINDS, Part
 
@@ -105,7 +105,7 @@ def check_place(one: Capability, place: str) -> None:
             spec = find_spec(module)
             if spec is None:
                 raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-            if spec.origin and spec.origin.endswith(".py") and not _may_define(Path(spec.origin).read_bytes(), name):
+            if spec.origin and spec.origin.endswith(".py") and not _may_define(read_file(spec.origin), name):
                 raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
