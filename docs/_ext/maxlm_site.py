@@ -68,7 +68,7 @@ def first_sentence(text: str) -> str:
 
 
 def write_texts(app: Any, exception: Exception | None) -> None:
-    """Write NAME.md beside NAME.html for every page, and llms.txt, which lists them in the order of the site."""
+    """Write NAME.md next to NAME.html for every page, and llms.txt, which lists the pages in the order of the site."""
     if exception is not None or app.builder.format != "html":
         return
     env, docs, out = app.env, Path(app.srcdir), Path(app.outdir)

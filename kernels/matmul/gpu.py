@@ -21,7 +21,7 @@ from maxlm.kernels.hopper import DEPTH, DEVICES, PIECE, ROWS, SHARE, STAGES, Blo
 # M rows, D model width, F feed-forward width
 
 FORWARD, BACKWARD = "gated_matmul_hopper_forward", "gated_matmul_hopper_backward"  # names of the kernels in the compiled program
-# On an H200 the layer takes 0.97 to 1.00 of the time of XLA's matmuls and what it fuses into them (docs/lab/benchmarks.md, 2026-11-26):
+# On an H200 the layer takes 0.97 to 1.00 of the time of XLA's matmuls with fused operations (docs/lab/benchmarks.md, 2026-11-26):
 # turn the kernels on once a whole step shows it.
 MEASURED_FASTER = False
 COLUMNS = 128  # of a tile of the results, forward: as many of gate as of up; backward up to twice as many, where the width can be split so

@@ -1,4 +1,4 @@
-"""`maxlm.compile_step` and `maxlm.plan`: what a step needs and takes on a machine that is not here, with the figures of the commands."""
+"""`maxlm.compile_step` and `maxlm.plan`: memory and time of a step on a machine that is not here, with the figures of the commands."""
 
 import contextlib
 import html
@@ -97,7 +97,7 @@ class StepReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on what is unusual, or why the step does not fit."""
+        """Sentences on unusual figures, or on the reason why the step does not fit."""
         return list(self._report.remarks)
 
     @property

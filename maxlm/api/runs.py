@@ -25,7 +25,7 @@ from maxlm.training.saved_run import SavedRun, open_run
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk. Its files are read when they are asked for, so a run that still trains shows what it has so far."""
+    """A run on disk. Its files are read when they are asked for, so a run that still trains shows its records so far."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""The body of `maxlm train` and of `maxlm.fit`: what the sections of a config ask of rooms that the trainer does not know."""
+"""The body of `maxlm train` and of `maxlm.fit`: training with the evaluation tasks and predictions of a config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from maxlm.telemetry.phases import Phases
 
 
 def train(config: Config, phases: Phases, named: Mapping[str, str] | None = None, given: Given = Given()) -> Ended:
-    """Train with all that the sections of `config` ask for: the body of `maxlm train` and of `fit`. `named`: settings of the cluster."""
+    """Train with the tasks and predictions that the sections of `config` ask for. `named`: settings of the cluster."""
     tasks: Any = None
     if config.evaluation is not None:
         from maxlm.evaluation.while_training import TrainingTasks

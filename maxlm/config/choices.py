@@ -126,7 +126,7 @@ def implementation(part: Part) -> Any:
 
 
 class Choice:
-    """Annotation of a setting of type `str` that names one of the parts of a kind, also of those that are registered later.
+    """Annotation of a setting of type `str` that names one of the parts of a kind, also parts that are registered later.
 
     `allowed`: its values, where they are not the names of `parts(kind)`.
     """

@@ -176,7 +176,7 @@ def _files(own: Path) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """Outermost names of what a Python file imports; none of a file that is no Python."""
+    """Outermost names of the modules that a Python file imports; none for a file that is no Python."""
     try:
         nodes = list(ast.walk(ast.parse(read_file(file))))
     except (SyntaxError, ValueError):

@@ -257,7 +257,7 @@ def _by_program(name: str) -> list[Registration]:
 
 
 def _import(name: str, place: "Place", refuse: Callable[[str, str], ExtensionError]) -> None:
-    """Import the module at `place`; take back what it registered if that fails."""
+    """Import the module at `place`; take back the records that it registered if the import fails."""
     before, modules, outer = len(_state.registrations), set(sys.modules), _state.loading
     _state.loading = name
     try:

@@ -102,7 +102,7 @@ def _checked(merged: dict[str, Any], sources: dict[str, str], *, any_mesh: bool,
 
 
 def read(source: ConfigSource, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
-    """`load` of what a program has: a name, or the settings themselves as nested mappings, perhaps with `extends`, or as a config."""
+    """`load` of a program's settings: a name, or the settings themselves as nested mappings, perhaps with `extends`, or as a config."""
     if isinstance(source, str):
         return load(source, overrides, any_mesh=any_mesh, assume=assume)
     files, merged, sources = _Files(), dict[str, Any](), dict[str, str]()

@@ -23,7 +23,7 @@ class OptimizerFacts(NamedTuple):
     # others are float32.
     moments: tuple[str, ...] = ("mu", "nu")
     adam: bool = False  # all but hidden matrices have Adam's moments
-    gathers: bool = False  # needs whole matrices: those that a mesh splits are exchanged once an update
+    gathers: bool = False  # needs whole matrices: matrices that a mesh splits are exchanged once an update
     factored: bool = False  # has a form with a factored second moment
     freezes: bool = False  # has a form that keeps its second moments after a warm-up, for compressed gradients
     scales: bool = False  # it is known how its rates depend on the width (`model.parametrization`)

@@ -1,4 +1,4 @@
-"""Texts of the rules about a setting, read from the source of the rules: what is refused, why, and the fix, with `…` for values.
+"""Texts of the rules about a setting, read from the source of the rules: the refused value, the reason and the fix, with `…` for values.
 
 A rule is a function that yields (field, value, rule, fix). Its yields are found in its syntax tree, and names in them are replaced by what
 was assigned to them above. Nothing is run, so that the text of every branch is there.
@@ -59,7 +59,7 @@ def _is_about(text: RuleText, key: str) -> bool:
 
 
 def _divisions(key: str) -> Iterator[RuleText]:
-    """Rules of the table of logical axes: a mesh axis divides what it splits."""
+    """Rules of the table of logical axes: a mesh axis divides the dimensions that it splits."""
     for axis in LOGICAL_AXES.values():
         reason = f" ({axis.reason})" if axis.reason else ""
         for position, mesh_axis in enumerate(axis.mesh):
@@ -171,7 +171,7 @@ class _Problems:
         return self._resolved(node, 0)
 
     def _resolved(self, node: ast.expr, depth: int) -> str:
-        """Text of an expression; `…` for what is no text."""
+        """Text of an expression; `…` for a value that is no text."""
         if depth > 8:
             return _VALUE
         match node:

@@ -98,7 +98,7 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
 
 
 def check_devices(config: Config, n_devices: int | None, sources: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits.
+    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide the dimension it splits.
 
     `n_devices`: None if it is not known. An axis of -1 then counts as 1: a size that does not divide is wrong for every larger mesh, too.
     """
@@ -113,7 +113,7 @@ def check_devices(config: Config, n_devices: int | None, sources: Mapping[str, s
 
 
 def _divides(config: Config, sizes: Mapping[str, int], *, partial: bool) -> Iterator[Problem]:
-    """Sizes of mesh axes that do not divide what they split: by the rules of the sections, unless `partial`, and by the table of axes."""
+    """Mesh axes that do not divide a dimension they split: by the rules of the sections, unless `partial`, and by the table of axes."""
     if not partial:
         yield from problems(config, "mesh_rules", sizes=sizes)
     for field, size, logical in axes.dims(config):

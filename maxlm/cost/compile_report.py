@@ -237,7 +237,7 @@ def second_opinion_line(second: SecondOpinion) -> str:
 
 
 def formats_line(cost: StepCost, chip: Chip) -> str:
-    """Share of the time of matmuls, by what they read: `bf16 38% (at 88% of the bf16 peak), f8e4m3fn 62% (at 91% of the fp8 peak)`."""
+    """Share of the time of matmuls, by input format: `bf16 38% (at 88% of the bf16 peak), f8e4m3fn 62% (at 91% of the fp8 peak)`."""
     total = sum(row.seconds for row in cost.formats)
     rows = [row for row in cost.formats if row.seconds > LEAST_SHARE * total]
     peaks = (f"at {row.share_of_peak:.0%} of the {chip.peak_name(row.format)} peak" for row in rows)

@@ -174,7 +174,7 @@ class GivenBatches(Pipeline):
         return super().batches(start_step, shardings, stop_step)
 
     def restart(self, step: int) -> None:
-        """Go to the place of `step`, which is that of `go_on` or the beginning. Raises UserError if the iterable cannot."""
+        """Go to the place of `step`: the place of `go_on`, or the beginning. Raises UserError if the iterable cannot."""
         with self._lock:
             self._items.restore(self._states.get(step, self._begin))
             self._next, self._recent = step, {}

@@ -50,7 +50,7 @@ def suffix_of(path: str) -> str:
 
 
 def facts_of(format: str) -> ReaderFacts:
-    """How files of a format are read."""
+    """Facts about the reader of a format."""
     found: ReaderFacts = part("reader", format).facts if format != UNKNOWN else ReaderFacts()
     return found
 

@@ -133,7 +133,7 @@ def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iter
 
 
 def _read(kind: str, *arguments: Any) -> Iterator[Found]:
-    """What the reader of a format gives. Raises UserError: the reader of another package fails."""
+    """Documents and defects that the reader of a format gives. Raises UserError: the reader of another package fails."""
     one, passed = part("reader", kind), None
     with blamed(one, f"place {one.place}"):
         try:

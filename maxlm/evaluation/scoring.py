@@ -40,7 +40,7 @@ class Scorer:
 
         Raises UserError for a router that reads the whole sequence, and a context that is too long or too short.
         """
-        self.config = config.model_copy(update={"model": config.model.dropless})  # what is dropped depends on the other tokens of a row
+        self.config = config.model_copy(update={"model": config.model.dropless})  # dropped choices depend on the other tokens of a row
         self.mesh, self._batch_tokens = mesh, batch_tokens
         model, most = config.model, config.model.max_seq_len
         if model.looks_ahead:

@@ -68,7 +68,7 @@ class PerplexityTask(TaskConfig):
     store: StoredPath | None = None
     """Token store to score, in place of `data`; null: `data` is given."""
     split: Literal["train", "eval"] = "eval"
-    """Documents of the store that are scored. train: those that are trained on; eval: those that are held out."""
+    """Documents of the store that are scored. train: documents that are trained on; eval: documents that are held out."""
     text_field: Text = "text"
     """Field of the JSONL file that holds the text."""
     prompt: Text | None = None

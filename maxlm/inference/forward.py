@@ -50,7 +50,7 @@ class Forward:
     """Compiled logits of the model of `config` on `mesh`; a program for each shape of the tokens."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self._config = config.model_copy(update={"model": config.model.dropless})  # what is dropped depends on the other tokens of a row
+        self._config = config.model_copy(update={"model": config.model.dropless})  # dropped choices depend on the other tokens of a row
         self._mesh, model = mesh, self._config.model
         self._multiples = _multiples(mesh)
         precision, strategy = config.precision, config.mesh.context_attention

@@ -66,7 +66,7 @@ class TokenAccuracy(BatchMetric):
 
 
 def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> type[Any]:
-    """The class of an objective with the figures of `chosen`, parts with what they have made.
+    """The class of an objective with the figures of `chosen`, parts with the metrics they have made.
 
     Raises UserError: one of them is no metric, or two figures have one name.
     """
@@ -103,7 +103,7 @@ def with_metrics(objective: type[Any], chosen: Sequence[tuple[Part, Any]]) -> ty
 
 
 def _values(one: Part, made: BatchMetric, output: ModelOutput, batch: Any) -> dict[str, Array]:
-    """Figures of one metric. Raises UserError: it fails, or its figures are not those that it declares."""
+    """Figures of one metric. Raises UserError: it fails, or its figures are not the figures that it declares."""
     with blamed(one, "values"):
         found = dict(made.values(output, batch))
     declared = {name for metric in made.metrics for name in (metric.name, metric.per) if name}

@@ -172,7 +172,7 @@ def _cell(text: str) -> str:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write every generated file that differs; return those that were written."""
+    """Write every generated file that differs; return the written files."""
     written = []
     for name, text in generated().items():
         file = folder / name

@@ -38,7 +38,7 @@ def page(
 
 
 def contents(sections: Sequence[str]) -> list[str]:
-    """The sections with anchors, and after the first one links to those that have a title."""
+    """The sections with anchors, and after the first one links to the sections with a title."""
     linked, links = [], ""
     for section in sections:
         if found := _SECTION.match(section):

@@ -1,4 +1,4 @@
-"""Settings of a tiny run, and an observer that keeps what it is told."""
+"""Settings of a tiny run, and an observer that keeps the records it gets."""
 
 import maxlm
 

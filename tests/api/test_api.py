@@ -1,4 +1,4 @@
-"""The API does what the commands do, with the same figures; errors are theirs. One tiny run is shared by all tests."""
+"""The API acts as the commands do, with the same figures and the same errors. One tiny run is shared by all tests."""
 
 import itertools
 import json
@@ -193,7 +193,7 @@ def test_table_has_rows_and_columns():
 
 
 class Counted:
-    """Batches with a state of their own, and a count of those that were drawn."""
+    """Batches with a state of their own, and a count of the drawn batches."""
 
     def __init__(self, batches):
         self.batches, self.place, self.drawn = batches, 0, 0

@@ -20,7 +20,7 @@ def blocks(text: str) -> list[str]:
 
 
 def run(code: list[str], folder: Path, capsys) -> str:
-    """Run blocks in one namespace in `folder`; returns what they print."""
+    """Run blocks in one namespace in `folder`; return the text they print."""
     before, names = Path.cwd(), {"__name__": "page"}
     os.chdir(folder)
     try:

@@ -217,7 +217,7 @@ def validator():
 
 
 def test_the_schema_accepts_all_configs(validator):
-    """Also those that extend others, or that hold a part of the settings."""
+    """Also configs that extend others, or that hold a part of the settings."""
     names = [name for name in shipped() if not name.startswith("ladders/")]
     assert len(names) > 100
     wrong = {name: [error.message for error in validator.iter_errors(parse_yaml((SHIPPED / f"{name}.yml").read_text()))] for name in names}

@@ -70,7 +70,7 @@ def test_a_matmul_counts_as_what_its_dot_reads():
 
 @pytest.mark.parametrize("name", ["v4", "v5p"])
 def test_matmuls_are_charged_by_the_vmem_that_our_flags_give_a_chip(name):
-    """A program for v4 keeps XLA's own limit, for v5p it has more; a program of others says what it has."""
+    """A program for v4 keeps XLA's own limit, for v5p it has more; a program of others states its own limit."""
     chip, module = chip_named(name), parser.read(PROGRAM)
     seconds = {raised: estimate(replace(module, raised_vmem=raised), chip, SIZES, {}).matmul_s for raised in (None, True, False)}
     assert seconds[True] < seconds[False] and seconds[None] == seconds[name == "v5p"]

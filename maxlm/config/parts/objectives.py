@@ -1,4 +1,4 @@
-"""The objectives: what a batch holds, and the loss."""
+"""The objectives: contents of a batch, and the loss."""
 
 from maxlm.config.part import ObjectiveFacts, Part
 from maxlm.config.sections.objective import DpoConfig, NextTokenConfig, SftConfig

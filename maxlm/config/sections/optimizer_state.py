@@ -12,7 +12,7 @@ MomentFormat = Literal["float32", "bfloat16", "int8"]
 
 FLOAT32: Literal["float32"] = "float32"
 HALVES = "halves of masters"
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}  # of a number in each format; what is factored is not counted
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}  # of a number in each format; factored moments are not counted
 
 
 class OptimizerStateConfig(Section):

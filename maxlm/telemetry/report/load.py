@@ -175,7 +175,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Updates done, without those that were undone."""
+        """Updates done, without undone updates."""
         return _last_step(self.series, self.events)
 
 

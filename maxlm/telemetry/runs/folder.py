@@ -38,11 +38,11 @@ class Evaluation(NamedTuple):
 
 
 class RunFolder:
-    """Files of one run; each is read when it is asked for, so a run that still trains shows what it has so far. Raises OSError."""
+    """Files of one run; each is read when it is asked for, so a run that still trains shows its records so far. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.files = path, RunDirectory(path, primary=False)
-        self.notes: list[str] = []  # sentences about what is missing, damaged or of another version
+        self.notes: list[str] = []  # sentences about files that are missing, damaged or of another version
         self.damaged: list[str] = []  # the sentences among them about damaged files
 
     @cached_property
@@ -63,7 +63,7 @@ class RunFolder:
 
     @cached_property
     def last_step(self) -> int:
-        """Updates done, without those that were undone."""
+        """Updates done, without undone updates."""
         return current_step(self.events, [self.last_record["step"]] if self.last_record else [])
 
     @cached_property

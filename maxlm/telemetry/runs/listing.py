@@ -89,7 +89,7 @@ def _is_saved(config: Path) -> bool:
 
 @dataclass
 class Row:
-    """A run in the table. Nothing about a damaged run raises: `notes` say what is missing."""
+    """A run in the table. Nothing about a damaged run raises: `notes` name the missing files."""
 
     folder: RunFolder
     label: str  # its name; its path where another run has that name
@@ -258,7 +258,7 @@ def sort_rows(rows: list[Row], name: str, *, descending: bool) -> list[Row]:
 
 
 def as_text(rows: Sequence[Row], columns: Sequence[str], *, asked: bool) -> str:
-    """Aligned columns, a line a run. Of the default columns (`asked` is false) those that no run fills are left out."""
+    """Aligned columns, a line a run. Of the default columns (`asked` is false) columns that no run fills are left out."""
     shown = [name for name in columns if asked or any(row[name] is not None for row in rows)]
     return aligned([list(shown), *([_cell(name, row[name]) for name in shown] for row in rows)])
 

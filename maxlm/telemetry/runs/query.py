@@ -102,7 +102,7 @@ def _check_single(connection: "duckdb.DuckDBPyConnection", sql: str) -> None:
 
 
 class _Limit:
-    """Interrupts what the connection does after some seconds."""
+    """Interrupts the connection's statement after some seconds."""
 
     def __init__(self, connection: "duckdb.DuckDBPyConnection", seconds: float) -> None:
         self._timer = threading.Timer(seconds, connection.interrupt)

@@ -1,4 +1,4 @@
-"""Llama's keys and tensors, with `use_parallel_residual` and one norm a layer. Its class is code beside the weights (`auto_map`)."""
+"""Llama's keys and tensors, with `use_parallel_residual` and one norm a layer. Its class is code next to the weights (`auto_map`)."""
 
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.families import Family, decoder
